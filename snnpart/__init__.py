@@ -1,0 +1,1 @@
+"""snnpart: a compiler for spiking neural networks."""

@@ -1,0 +1,178 @@
+"""SpikeGraph: a spiking network as an fx graph, with the tensors, neuron layers and promises that go with it.
+
+Form of the graph, checked by `verify`:
+
+- placeholders first: one per tensor input, named after the argument; then, only if a size depends on the batch, the
+  integer placeholder `batch_size`.
+- `get_attr` reads one tensor of `tensors` by its name (`layer1.0.conv1.weight`), or the flag `training`.
+- `call_module` calls one leaf of `leaves` by its path: a neuron layer of a framework, or a module that stays whole.
+- everything else is `call_function` on a torch function or one of `snnpart.ops`, or `call_method` on a tensor method.
+- nothing is written in place: the tracer makes in-place writes functional. Buffers change only through
+  `ops.batch_norm` and `ops.assign`.
+- `output` holds one flat tuple of nodes; `out_spec` says how the user's structure is built from it.
+
+Every node has an `Origin`; every node that makes a tensor has a `Value`, a node with several results has `Values`.
+
+The tensors and leaves are the user's own objects, only read. Who runs the graph makes copies first (`Body`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec
+
+TRAINING = "training"
+BATCH_SIZE = "batch_size"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor the network owns. `name` is the user's: a `state_dict` key, or the attribute path of a tensor that is
+    neither parameter nor buffer (`cell.p.tau`), which `registered=False` marks."""
+
+    name: str
+    kind: Literal["parameter", "buffer", "constant"]
+    tensor: Tensor
+    persistent: bool = True
+    registered: bool = True
+    aliases: tuple[str, ...] = ()
+    leaf: str | None = None
+    used: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """A module that stays whole in the graph: its path, the user's module, and the adapter that knows it."""
+
+    path: str
+    module: nn.Module
+    framework: str
+    neuron: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InputInfo:
+    """A tensor input: its placeholder's name and where batch and time lie (None: nowhere)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    time_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputInfo:
+    """A tensor output, in the order of the graph's output tuple, and its batch dim (None: no batch)."""
+
+    name: str
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """Something the trace took as fixed, for the report: kind (`branch`, `constant`, `batch`, ...), text, place."""
+
+    kind: str
+    text: str
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlot:
+    """State that a traced-through module keeps on itself: attribute `name` of `module`, and its value after reset."""
+
+    module: str
+    name: str
+    initial: str
+
+
+@dataclass(kw_only=True)
+class SpikeGraph:
+    """A network on its way through the passes. Mutable: rewrites change `graph` in place.
+
+    `training_specialised` is True when the graph holds only for the mode `traced_training` (the user's code branches
+    on `self.training`). `batch` is the example batch size; `batch_fixed` gives the reason when no other size works.
+    """
+
+    name: str
+    graph: fx.Graph
+    tensors: dict[str, TensorInfo]
+    leaves: dict[str, LeafInfo]
+    inputs: tuple[InputInfo, ...]
+    outputs: tuple[OutputInfo, ...]
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    out_constants: dict[int, Any] = field(default_factory=dict)
+    batch: int = 1
+    batch_fixed: str = ""
+    time_steps: int | None = None
+    traced_training: bool = True
+    training_specialised: bool = False
+    states: tuple[StateSlot, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def copy(self) -> SpikeGraph:
+        """The same network with a graph of its own; tensors and leaves are shared."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        out = graph.graph_copy(self.graph, mapping)
+        source = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        if out is not None:
+            graph.output(out).meta = dict(source.meta)
+        return _replace_graph(self, graph)
+
+
+def _replace_graph(source: SpikeGraph, graph: fx.Graph) -> SpikeGraph:
+    from dataclasses import replace
+
+    return replace(source, graph=graph, tensors=dict(source.tensors), leaves=dict(source.leaves), notes=dict(source.notes))
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The graph's output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+class Body(nn.Module):
+    """Parameters, buffers and leaf modules under the user's dotted names, and the functions of graphs over them.
+
+    Containers are made where the names need them, so that `named_parameters()` gives the user's names. The body owns
+    whatever it is given: hand it copies.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[str, Tensor]], leaves: Mapping[str, nn.Module]) -> None:
+        """`tensors`: name -> (kind, tensor) as in `TensorInfo.kind`; those inside a leaf are left out."""
+        super().__init__()
+        for path, leaf in leaves.items():
+            container, name = self._container(path)
+            container.add_module(name, leaf)
+        for dotted, (kind, tensor) in tensors.items():
+            container, name = self._container(dotted)
+            if kind == "parameter":
+                container.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+            else:
+                container.register_buffer(name, tensor, persistent=kind == "buffer")
+
+    def _container(self, dotted: str) -> tuple[nn.Module, str]:
+        *path, name = dotted.split(".")
+        module: nn.Module = self
+        for atom in path:
+            if atom not in module._modules:
+                module.add_module(atom, nn.Module())
+            module = module.get_submodule(atom)
+        return module, name
+
+    def bind(self, graph: fx.Graph) -> Callable[..., Any]:
+        """The graph as a Python function over this body: `f(*placeholders) -> tuple of outputs`."""
+        code = graph.python_code("self")
+        scope = dict(code.globals)
+        exec(compile(code.src, f"<snnpart {id(graph)}>", "exec"), scope)
+        function = scope["forward"]
+        return lambda *args: function(self, *args)

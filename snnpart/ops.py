@@ -1,0 +1,163 @@
+"""Operations of the graph that torch has no single function for.
+
+Every other operation in a graph is a torch function (`call_function`), a tensor method (`call_method`) or a neuron
+layer that stays whole (`call_module`). What stands here:
+
+- `batch_norm`: a BatchNorm layer's whole forward, running statistics and batch counter included, for train and eval.
+- `Surrogate`: `autograd.Function.apply` of one class as one node, with the class's own backward.
+- `assign`: writes a buffer at the end of a forward; the only operation kept for its effect.
+- `index_assign`: `x[index] = value` without touching x.
+- `affine`: a size that depends on the batch, `slope * batch_size + offset`.
+- the collectives over one mesh axis, each with its own gradient:
+
+      all_reduce       P -> R   forward sum over ranks           backward identity
+      grad_all_reduce  R -> R   forward identity                 backward sum over ranks
+      all_gather       S -> R   forward gather along dim         backward own slice
+      shard            R -> S   forward own slice along dim      backward gather
+      reduce_scatter   P -> S   forward sum, then own slice      backward gather
+
+The collectives are carried out by the backend that the runtime installs (`use_collectives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from snnpart.errors import LaunchError
+from snnpart.facts import Pieces
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+) -> Tensor:
+    """BatchNorm over dim 1 of [N, C, ...] as `torch.nn.BatchNorm*d` computes it, counter and averages included.
+
+    `running_*` and `num_batches_tracked` are None for a layer that does not track; `momentum` None means a cumulative
+    average.
+    """
+    use_batch = training or running_mean is None
+    factor = 0.0 if momentum is None else momentum
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+        if momentum is None:
+            factor = 1.0 / float(num_batches_tracked)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, factor, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """Calls `function.apply`: one node with the class's own forward and backward."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+    @property
+    def __module__(self) -> str:  # type: ignore[override]
+        return self.function.__module__
+
+    @property
+    def __qualname__(self) -> str:  # type: ignore[override]
+        return f"{self.function.__qualname__}.apply"
+
+
+def assign(buffer: Tensor, value: Tensor) -> None:
+    """Write `value` into `buffer` in place, outside autograd."""
+    with torch.no_grad():
+        buffer.copy_(value)
+
+
+def index_assign(x: Tensor, index: Any, value: Any) -> Tensor:
+    """A copy of x in which `x[index]` is `value`."""
+    out = x.clone()
+    out[index] = value
+    return out
+
+
+def affine(batch_size: int, slope: int, offset: int) -> int:
+    """A size that depends on the batch."""
+    return slope * batch_size + offset
+
+
+class Collectives(Protocol):
+    """Carries out the collectives of a graph; `axis` is a mesh axis, `pieces[r]` what rank r holds of `dim`."""
+
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
+    def grad_all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
+    def all_gather(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
+    def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
+
+
+_backend: Collectives | None = None
+
+
+@contextmanager
+def use_collectives(backend: Collectives) -> Iterator[None]:
+    """Carry out collectives with `backend` inside the block."""
+    global _backend
+    before, _backend = _backend, backend
+    try:
+        yield
+    finally:
+        _backend = before
+
+
+def _current() -> Collectives:
+    if _backend is None:
+        raise LaunchError("a collective was called outside a launched program", fix="call program.launch() first")
+    return _backend
+
+
+def all_reduce(x: Tensor, axis: str) -> Tensor:
+    """The sum of x over the ranks of `axis`; the gradient passes unchanged."""
+    return _current().all_reduce(x, axis)
+
+
+def grad_all_reduce(x: Tensor, axis: str) -> Tensor:
+    """x itself; its gradient is summed over the ranks of `axis`."""
+    return _current().grad_all_reduce(x, axis)
+
+
+def all_gather(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+    """The whole value from the ranks' pieces of `dim`; the gradient is cut back to the rank's own pieces."""
+    return _current().all_gather(x, axis, dim, pieces)
+
+
+def shard(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+    """The rank's own pieces of `dim` of a replicated value; the gradient is gathered."""
+    return _current().shard(x, axis, dim, pieces)
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+    """The rank's own pieces of `dim` of the sum over the ranks; the gradient is gathered."""
+    return _current().reduce_scatter(x, axis, dim, pieces)
+
+
+COLLECTIVES = frozenset({all_reduce, grad_all_reduce, all_gather, shard, reduce_scatter})
+
+
+def select_pieces(x: Tensor, dim: int, pieces: Pieces) -> Tensor:
+    """The intervals `pieces` of dim `dim` of x, one after the other."""
+    parts = [x.narrow(dim, start, stop - start) for start, stop in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)

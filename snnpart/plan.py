@@ -1,0 +1,68 @@
+"""The Plan: every decision of a compilation as data, to print, save, edit and give back (`plan=`).
+
+Decisions are keyed by the user's names, never by node names, so that one plan fits every graph of the same network
+(another T, another image size, train and eval mode):
+
+- `shards`: module path (a convolution, a linear, a norm, a neuron layer) -> rule of the sharding table. A path that is
+  not listed is replicated or follows its producer, whichever the rule of its operation says.
+- `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
+  path whose own operations all lie in one stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from snnpart.errors import ConfigError, PlanError
+
+SCHEDULES = ("gpipe", "1f1b")
+DATA_PARALLEL = ("ddp", "fsdp2")
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All decisions. Immutable; edit with `dataclasses.replace` or as JSON."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: str = "ddp"
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    shards: dict[str, str] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={self.schedule!r} is not known", choices=SCHEDULES)
+        if self.dp not in DATA_PARALLEL:
+            raise ConfigError(f"dp={self.dp!r} is not known", choices=DATA_PARALLEL)
+        bad = {path: stage for path, stage in self.stages.items() if not 0 <= stage < self.pp}
+        if bad:
+            raise PlanError(f"stages {bad} are outside 0..{self.pp - 1}", fix="renumber them, or change pp")
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits that are equal for equal plans."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan; ConfigError names a field that is unknown or missing."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the plan is not JSON: {error}", fix="save it with Plan.to_json()") from error
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise ConfigError(f"plan version {version!r} is not {VERSION}", fix="make the plan again with this snnpart")
+        unknown = sorted(set(data) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(f"the plan has unknown fields {unknown}", choices=sorted(cls.__dataclass_fields__))
+        return cls(**data)

@@ -1,0 +1,120 @@
+"""What lowering leaves: one program per rank, as data. The runtime decides nothing; whatever it does stands here.
+
+Ranks that differ on dp only run the same program, so programs are keyed by (stage, tp rank).
+
+Form of a stage graph: placeholders are the program inputs it reads (`reads`, in order), then the received values
+(`receives`), then `batch_size` if a size depends on the batch. It returns one flat tuple: the sent values (`sends`), or
+on the last stage the program's outputs. Values travel to the next stage only: what a later stage needs is handed on by
+the stages between. `get_attr` and `call_module` targets are the user's names, now local slices and local copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from snnpart.facts import Pieces, Value
+from snnpart.graph import LeafInfo, SpikeGraph
+from snnpart.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A tensor of one rank: which part of the user's tensor it is.
+
+    `dim` None means the whole tensor; otherwise the rank holds the intervals `pieces` of that dim. `partial_gradient`:
+    after backward the gradient is this rank's part of a sum over tp and must be all-reduced.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer", "constant"]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = None
+    pieces: Pieces = ()
+    requires_grad: bool = False
+    persistent: bool = True
+    leaf: str | None = None
+    aliases: tuple[str, ...] = ()
+    has_gradient: bool = True
+    partial_gradient: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.global_shape
+        size = sum(stop - start for start, stop in self.pieces)
+        return (*self.global_shape[: self.dim], size, *self.global_shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A value that crosses a stage boundary, with its local shape on this tp rank."""
+
+    name: str
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a rank's schedule: forward or backward of one microbatch on one stage. Prints as `0F1`."""
+
+    stage: int
+    kind: Literal["F", "B"]
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        for kind in ("F", "B"):
+            stage, found, microbatch = text.partition(kind)
+            if found:
+                return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+        raise ValueError(f"not an action: {text!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgram:
+    """What one (stage, tp rank) runs."""
+
+    stage: int
+    tp_rank: int
+    graph: fx.Graph
+    reads: tuple[str, ...]
+    receives: tuple[Port, ...]
+    sends: tuple[Port, ...]
+    tensors: tuple[TensorSlice, ...]
+    leaves: Mapping[str, LeafInfo]
+    predicted_us: float = 0.0
+    predicted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """A pass that ran: its name, seconds, and the change in the number of nodes."""
+
+    name: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A lowered network: the analysed source graph, the plan, and each rank's program."""
+
+    source: SpikeGraph
+    plan: Plan
+    stages: Mapping[tuple[int, int], StageProgram]
+    schedule: Mapping[int, tuple[Action, ...]]
+    passes: tuple[PassRecord, ...] = ()
+    notices: tuple[str, ...] = field(default=())
+
+    def stage(self, stage: int, tp_rank: int) -> StageProgram:
+        return self.stages[stage, tp_rank]
