@@ -132,7 +132,9 @@ class SpikeGraph:
 def _replace_graph(source: SpikeGraph, graph: fx.Graph) -> SpikeGraph:
     from dataclasses import replace
 
-    return replace(source, graph=graph, tensors=dict(source.tensors), leaves=dict(source.leaves), notes=dict(source.notes))
+    return replace(
+        source, graph=graph, tensors=dict(source.tensors), leaves=dict(source.leaves), notes=dict(source.notes)
+    )
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -34,7 +34,9 @@ class Mesh:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"{axis}={size!r} is not a positive number of ranks", fix=f"give {axis} an integer >= 1")
+                raise ConfigError(
+                    f"{axis}={size!r} is not a positive number of ranks", fix=f"give {axis} an integer >= 1"
+                )
 
     @property
     def size(self) -> int:
