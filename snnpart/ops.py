@@ -59,26 +59,23 @@ def batch_norm(
     return F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, factor, eps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Surrogate:
     """Calls `function.apply`: one node with the class's own forward and backward."""
 
     function: type[torch.autograd.Function]
 
+    def __post_init__(self) -> None:
+        """fx prints a target by these three names, which an instance does not have by itself."""
+        for name, value in (
+            ("__name__", self.function.__name__),
+            ("__module__", self.function.__module__),
+            ("__qualname__", f"{self.function.__qualname__}.apply"),
+        ):
+            object.__setattr__(self, name, value)
+
     def __call__(self, *args: Any) -> Any:
         return self.function.apply(*args)
-
-    @property
-    def __name__(self) -> str:
-        return self.function.__name__
-
-    @property
-    def __module__(self) -> str:  # type: ignore[override]
-        return self.function.__module__
-
-    @property
-    def __qualname__(self) -> str:  # type: ignore[override]
-        return f"{self.function.__qualname__}.apply"
 
 
 def assign(buffer: Tensor, value: Tensor) -> None:
