@@ -1,0 +1,1 @@
+"""Analyses: passes that write one fact each and change nothing else."""

@@ -1,0 +1,1 @@
+"""Rewrites: passes that change the graph and keep what the network computes."""

@@ -1,0 +1,196 @@
+"""The machine in numbers: how long arithmetic, memory traffic, launches and messages take.
+
+A `MachineProfile` is data. It is one of the built-in ones, one measured on this machine, or one given by hand as JSON.
+Decisions that several ranks must agree on use the same profile on each, so `default_profile` never looks at what
+happens to have been measured here: ask for `measured_profile` to use that.
+
+Time of a kernel follows the roofline: launch + max(flops / flop rate, bytes / copy rate).
+Time of a message of b bytes over a link follows latency + b / bandwidth; collectives are counted as rings over n ranks:
+
+    all-reduce                 2 (n-1) (latency + b / n / bandwidth)
+    all-gather, reduce-scatter   (n-1) (latency + b / n / bandwidth)     b: bytes of the whole value
+
+Sources of the built-in numbers stand beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snnpart.errors import ConfigError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins the ranks of one mesh axis: bytes per second each way, and microseconds before the first byte."""
+
+    bandwidth: float
+    latency_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProfile:
+    """One rank's speed and its links.
+
+    `flops` gives flop/s of matrix products by dtype name (`float32`), `copy` bytes/s read plus written by an
+    element-wise kernel, `launch_us` the fixed time of one kernel, `links` the link of each mesh axis.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    copy: float
+    launch_us: float
+    links: Mapping[str, Link] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        rates = {**{f"flops[{key}]": value for key, value in self.flops.items()}, "copy": self.copy}
+        bad = {key: value for key, value in rates.items() if not value > 0}
+        if bad or not self.flops:
+            raise ConfigError(f"the profile '{self.name}' needs positive rates, it has {bad or 'no flops'}")
+
+    def flop_rate(self, dtype: torch.dtype) -> float:
+        """flop/s for a dtype; one that is not listed counts as the slowest listed."""
+        return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
+
+    def kernel_us(self, flops: float, moved: float, dtype: torch.dtype = torch.float32) -> float:
+        """Microseconds of one kernel that does `flops` and moves `moved` bytes."""
+        return self.launch_us + 1e6 * max(flops / self.flop_rate(dtype), moved / self.copy)
+
+    def send_us(self, axis: str, size: float) -> float:
+        """Microseconds to send `size` bytes to a neighbour on `axis`."""
+        link = self._link(axis)
+        return link.latency_us + 1e6 * size / link.bandwidth
+
+    def all_reduce_us(self, axis: str, size: float, ranks: int) -> float:
+        """Microseconds to sum a value of `size` bytes over `ranks` ranks (0 for one rank)."""
+        return 2 * self.all_gather_us(axis, size, ranks)
+
+    def all_gather_us(self, axis: str, size: float, ranks: int) -> float:
+        """Microseconds to gather a value of `size` bytes in all, or to reduce-scatter it (0 for one rank)."""
+        return (ranks - 1) * self.send_us(axis, size / ranks)
+
+    def _link(self, axis: str) -> Link:
+        if axis not in self.links:
+            raise ConfigError(
+                f"the profile '{self.name}' has no link for the mesh axis '{axis}'", choices=sorted(self.links)
+            )
+        return self.links[axis]
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> MachineProfile:
+        """Read a profile; ConfigError names what is unknown or missing."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("version", None)
+            if version != VERSION:
+                raise ConfigError(f"profile version {version!r} is not {VERSION}")
+            links = {axis: Link(**link) for axis, link in data.pop("links", {}).items()}
+            return cls(links=links, **data)
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            fields = sorted(cls.__dataclass_fields__)
+            raise ConfigError(f"this is not a machine profile: {error}", choices=fields) from error
+
+
+CPU = MachineProfile(
+    name="cpu-2core",
+    flops={"float32": 8e10, "float64": 3.3e10, "bfloat16": 1.4e9, "float16": 1.4e9},
+    copy=1.2e10,
+    launch_us=4.0,
+    links={"tp": Link(1e9, 150.0), "pp": Link(1e9, 150.0), "dp": Link(1e9, 150.0)},
+    source="measure_profile() on one thread of a 2-core x86 virtual machine, torch 2.14; links: gloo over loopback",
+)
+
+H200 = MachineProfile(
+    name="h200",
+    flops={"float32": 4e14, "float64": 5e13, "bfloat16": 7e14, "float16": 7e14},
+    copy=4e12,
+    launch_us=4.0,
+    links={"tp": Link(3e11, 12.0), "pp": Link(3e11, 12.0), "dp": Link(3e11, 12.0)},
+    source="NVIDIA H200 SXM data sheet (989 Tflop/s bf16, 495 tf32, 67 f64, 4.8 TB/s, NVLink 450 GB/s each way) at 70-80 %",
+)
+
+BUILT_IN: Mapping[str, MachineProfile] = {profile.name: profile for profile in (CPU, H200)}
+
+
+def default_profile(name: str | None = None) -> MachineProfile:
+    """A built-in profile: the one named, else `h200` where CUDA is there and `cpu-2core` elsewhere.
+
+    Raises:
+        ConfigError: no built-in profile has this name.
+    """
+    chosen = name or (H200.name if torch.cuda.is_available() else CPU.name)
+    if chosen not in BUILT_IN:
+        raise ConfigError(f"there is no built-in machine profile '{chosen}'", choices=sorted(BUILT_IN))
+    return BUILT_IN[chosen]
+
+
+def measured_profile(device: str | torch.device = "cpu", *, again: bool = False) -> MachineProfile:
+    """The profile of this machine's `device`: read from the user's cache, measured (about a second) when not there."""
+    path = _cache_file(torch.device(device))
+    if path.exists() and not again:
+        return MachineProfile.from_json(path.read_text())
+    profile = measure_profile(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.to_json())
+    return profile
+
+
+def _cache_file(device: torch.device) -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "snnpart" / f"profile-{platform.node()}-{device.type}-torch{torch.__version__}.json"
+
+
+def measure_profile(device: str | torch.device = "cpu") -> MachineProfile:
+    """Measure flop rate, copy rate and launch time of `device`; the links are those of the built-in profile."""
+    device = torch.device(device)
+    known = H200 if device.type == "cuda" else CPU
+    size = 4096 if device.type == "cuda" else 512
+    rates = {}
+    for name in known.flops:
+        x = torch.ones(size, size, dtype=getattr(torch, name), device=device)
+        rates[name] = 2.0 * size**3 / _seconds(lambda x=x: x @ x, device)
+    large = torch.ones(1 << (26 if device.type == "cuda" else 22), device=device)
+    small = torch.ones(1, device=device)
+    return MachineProfile(
+        name=f"{platform.node()}-{device.type}",
+        flops=rates,
+        copy=2.0 * large.nbytes / _seconds(lambda: large + 1, device),
+        launch_us=1e6 * _seconds(lambda: small + 1, device),
+        links=known.links,
+        source=f"measured with torch {torch.__version__}; links of the built-in profile '{known.name}'",
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 5, burst: int = 4) -> float:
+    """The best mean time of one call in a few bursts."""
+
+    def once() -> float:
+        _synchronise(device)
+        start = time.perf_counter()
+        for _ in range(burst):
+            work()
+        _synchronise(device)
+        return (time.perf_counter() - start) / burst
+
+    once()
+    return min(once() for _ in range(repeats))
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
