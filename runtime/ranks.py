@@ -1,0 +1,148 @@
+"""This process among the ranks: device, mesh coordinate, process groups, and agreement before work begins.
+
+Every axis has one process group per coordinate. The pipeline has two more, one for activations going forward and one
+for gradients going backward: with NCCL each is a communicator of its own, so that a send one way never waits behind a
+receive the other way.
+
+A rank that finds a problem (NaN in its batch, a batch too small) must not leave the others in a collective. `agree` is
+called by all ranks before the first communication of a step: if any rank has a problem, every rank raises it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from snnpart.errors import LaunchError, SnnpartError
+from snnpart.mesh import AXES, Coordinate, Mesh, mesh_for
+from snnpart.runtime.collectives import Axis
+
+FORWARD, BACKWARD = "forward", "backward"
+_ALONG = {**{axis: axis for axis in AXES}, FORWARD: "pp", BACKWARD: "pp"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. `axes` holds dp, pp, tp and the two pipeline channels; `owns_world` says that launch
+    initialised torch.distributed and close must end it."""
+
+    rank: int
+    mesh: Mesh
+    device: torch.device
+    axes: Mapping[str, Axis]
+    world: Axis
+    owns_world: bool = False
+    owned: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
+
+    @property
+    def at(self) -> Coordinate:
+        return self.mesh.coordinate(self.rank)
+
+    @property
+    def place(self) -> str:
+        """`rank 3 (dp 0, pp 1, tp 1)`, for messages."""
+        at = self.at
+        return f"rank {self.rank} (dp {at.dp}, pp {at.pp}, tp {at.tp})"
+
+    def sum(self, numbers: Sequence[float], axis: Axis | None = None) -> list[float]:
+        """The sums of the numbers over the ranks of the axis (default: all ranks), equal on each of them."""
+        axis = axis or self.world
+        if axis.group is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=_control_device(axis.group, self.device))
+        dist.all_reduce(total, group=axis.group)
+        return [float(number) for number in total.tolist()]
+
+    def gather(self, thing: Any, axis: Axis | None = None) -> list[Any]:
+        """The small Python object of every rank of the axis (default: all ranks), in order."""
+        axis = axis or self.world
+        if axis.group is None:
+            return [thing]
+        everyone: list[Any] = [None] * axis.size
+        dist.all_gather_object(everyone, thing, group=axis.group)
+        return everyone
+
+    def broadcast(self, x: Tensor, axis: Axis, index: int) -> None:
+        """Overwrite x on every rank of the axis with that of the rank at `index`."""
+        if axis.group is not None and x.numel():
+            dist.broadcast(x, src=axis.ranks[index], group=axis.group)
+
+    def agree(self, problem: SnnpartError | None, numbers: Sequence[float] = ()) -> list[float]:
+        """Raise on every rank if any has a problem; otherwise the sums of `numbers` over all ranks.
+
+        One small all-reduce when all is well.
+        """
+        failed, *sums = self.sum([float(problem is not None), *numbers])
+        if not failed:
+            return sums
+        found = [(rank, other) for rank, other in enumerate(self.gather(problem)) if other is not None]
+        rank, first = found[0]
+        if len(self.world.ranks) > 1:
+            first.where = ", ".join(filter(None, [f"rank {rank}", first.where]))
+        raise first
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        for group in self.owned:
+            dist.destroy_process_group(group)
+        if self.owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks:
+    """Take this process's place: initialise torch.distributed from torchrun's environment if nobody has, make groups.
+
+    Without torchrun and without a process group this is the only rank. Collective: every rank must call it.
+
+    Raises:
+        ConfigError: pp * tp does not divide the number of ranks.
+        LaunchError: the device is not there.
+    """
+    device = usable_device(device)
+    owns_world = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if owns_world:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = mesh_for(size, pp=pp, tp=tp)
+    axes = {name: _axis(mesh, rank, along, timeout) for name, along in _ALONG.items()}
+    world = Axis(dist.group.WORLD if size > 1 else None, rank, tuple(range(size)))
+    owned = tuple(axis.group for axis in axes.values() if axis.group is not None)
+    return Ranks(rank, mesh, device, axes, world, owns_world, owned)
+
+
+def usable_device(device: torch.device) -> torch.device:
+    """The device with its index (torchrun's LOCAL_RANK for CUDA); LaunchError when this machine does not have it."""
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= count:
+        raise LaunchError(
+            f"device cuda:{index} was asked for, but this process sees {count} CUDA devices",
+            fix="launch with device='cpu', or start at most one process per GPU with a CUDA build of torch",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _axis(mesh: Mesh, rank: int, along: str, timeout: timedelta) -> Axis:
+    """The group of this rank along a mesh axis. torch wants every rank to make every group, in one order."""
+    own = mesh.group(along, rank)
+    group = None
+    if len(own) > 1:
+        for ranks in sorted({mesh.group(along, other) for other in range(mesh.size)}):
+            made = dist.new_group(list(ranks), timeout=timeout)
+            group = made if ranks == own else group
+    return Axis(group, own.index(rank), own)
+
+
+def _control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where small control tensors live: on the CPU where the group can carry them, so that no GPU has to wait."""
+    return torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
