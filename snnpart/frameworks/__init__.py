@@ -1,0 +1,12 @@
+"""Frameworks: everything snnpart knows of the libraries that spiking networks are built with.
+
+The rest of snnpart sees only `Adapter` and the functions exported here. Each framework has one file, imported when a
+model of that framework is met and never before.
+"""
+
+from snnpart.frameworks.adapter import Adapter
+from snnpart.frameworks.clone import clone_leaf
+from snnpart.frameworks.registry import adapter_for, is_leaf, packages
+from snnpart.frameworks.state import preserved, reset_state
+
+__all__ = ["Adapter", "adapter_for", "clone_leaf", "is_leaf", "packages", "preserved", "reset_state"]

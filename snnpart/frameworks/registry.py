@@ -1,0 +1,55 @@
+"""Which adapter knows a module.
+
+An adapter is asked only when its framework is already imported: a model made with a framework has imported it, so
+snnpart never imports a framework itself. Classes are remembered once they are known; the answer depends on the class
+alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import lru_cache
+
+from torch import nn
+
+from snnpart.frameworks.adapter import Adapter
+from snnpart.frameworks.torch_opaque import TorchAdapter
+
+# Package root of a framework -> (module, class) of its adapter. The adapter's module imports the framework.
+_ADAPTERS = {
+    name: (f"snnpart.frameworks.{name}", f"{title}Adapter")
+    for name, title in (("spikingjelly", "SpikingJelly"), ("snntorch", "SnnTorch"))
+}
+_DEFAULT = TorchAdapter()
+
+
+@lru_cache(maxsize=None)
+def _load(package: str) -> Adapter:
+    module, name = _ADAPTERS[package]
+    made: Adapter = getattr(importlib.import_module(module), name)()
+    return made
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """The adapters of the frameworks that are imported now."""
+    return tuple(_load(package) for package in _ADAPTERS if package in sys.modules)
+
+
+def adapter_for(module: nn.Module) -> Adapter:
+    """The adapter that knows the module's class; torch's own when no framework does."""
+    roots = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    for package in _ADAPTERS:
+        if package in roots and (adapter := _load(package)).knows(module):
+            return adapter
+    return _DEFAULT
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether the module stays whole in the graph."""
+    return adapter_for(module).is_leaf(module)
+
+
+def packages() -> tuple[str, ...]:
+    """The import names of all frameworks that have an adapter."""
+    return tuple(_ADAPTERS)

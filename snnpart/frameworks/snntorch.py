@@ -1,0 +1,133 @@
+"""snnTorch: all of its neurons are leaves; their state comes in and goes out as arguments, or stays hidden in buffers.
+
+A call returns `(spk, *states)`, or `spk` alone with `init_hidden=True` and no `output=True`. Spikes have the dtype that
+the surrogate gives, which is float32 for snnTorch's own whatever goes in, so it is asked on one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+from snntorch import _neurons as neurons
+from torch import Tensor, nn
+
+from snnpart.facts import Domain
+from snnpart.frameworks.adapter import REAL, SPIKE, Adapter, defined_in, empty, needs_grad, tensors_in
+
+# Neuron class -> how many state tensors follow the spikes in its output, and the operations of one element's step.
+_ELEMENTWISE = {"Leaky": (1, 8.0), "Lapicque": (1, 10.0), "Synaptic": (2, 11.0), "Alpha": (3, 24.0)}
+_RECURRENT = {"RLeaky": (1, 8.0), "RSynaptic": (2, 11.0)}
+_LSTM = {"SLSTM": (2, 30.0), "SConv2dLSTM": (2, 30.0)}
+_STEP = {**_ELEMENTWISE, **_RECURRENT, **_LSTM}
+_MULTI_STEP = ("LeakyParallel", "StateLeaky", "AssociativeLeaky")
+
+
+def _ours(module: nn.Module, names: Any) -> bool:
+    kind = type(module)
+    return kind.__name__ in names and kind is getattr(neurons, kind.__name__, None)
+
+
+class SnnTorchAdapter(Adapter):
+    """snnTorch 0.9 to 1.0."""
+
+    name = "snntorch"
+    package = "snntorch"
+
+    def is_neuron(self, module: nn.Module) -> bool:
+        return defined_in(module, "snntorch._neurons") and type(module).__name__ != "RecurrentOneToOne"
+
+    def reset(self, module: nn.Module) -> None:
+        if not self.is_neuron(module):
+            return
+        if callable(reset := getattr(module, "reset_mem", None)):
+            reset()
+        for name in ("reset", "spk"):
+            vars(module).pop(name, None)
+
+    def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not _ours(module, _STEP) or module.state_quant:
+            return NotImplemented
+        x = args[0] if args else kwargs["input_"]
+        state_shape, spike_shape = _shapes(module, x)
+        dtype = reduce(torch.promote_types, [t.dtype for t in tensors_in((args, dict(kwargs))) if t.dim()], x.dtype)
+        if _ours(module, _LSTM):
+            dtype = torch.promote_types(dtype, torch.get_default_dtype())
+        spikes = _spike_dtype(module, dtype, x.device)
+        # the membrane is lowered by the reset signal, which is a spike
+        dtype = torch.promote_types(dtype, spikes)
+        grad = needs_grad(module, args, dict(kwargs))
+        first = empty(x, spike_shape, dtype=spikes, grad=grad and not module.surrogate_disable)
+        if module.init_hidden and not module.output:
+            return first
+        count = _STEP[type(module).__name__][0]
+        return (first, *(empty(x, state_shape, dtype=dtype, grad=grad) for _ in range(count)))
+
+    def time_dim(self, module: nn.Module) -> int | None:
+        return 0 if type(module).__name__ in _MULTI_STEP and self.is_neuron(module) else None
+
+    def is_elementwise(self, module: nn.Module) -> bool:
+        plain = _ours(module, _ELEMENTWISE) or (_ours(module, _RECURRENT) and not module.all_to_all)
+        return plain and not module.inhibition and not module.state_quant and not self._vectors(module)
+
+    def channel_dim(self, module: nn.Module, ndim: int) -> int | None:
+        if self.channel_tensors(module) is None:
+            return None
+        vectors = self._vectors(module)
+        dim = ndim - next(iter(vectors.values())) if vectors else 1
+        return dim if 1 <= dim < ndim else None
+
+    def channel_tensors(self, module: nn.Module) -> dict[str, int] | None:
+        if not _ours(module, _ELEMENTWISE) or module.inhibition or module.state_quant:
+            return {} if self.is_elementwise(module) else None
+        vectors, own = self._vectors(module), dict(_constants(module))
+        if len(set(vectors.values())) > 1 or any(max(own[name].shape) != own[name].numel() for name in vectors):
+            return None
+        return {name: own[name].dim() - from_right for name, from_right in vectors.items()}
+
+    def _vectors(self, module: nn.Module) -> dict[str, int]:
+        """Per-channel constants -> where their one long dim is, counted from the right (1 is the last dim)."""
+        return {
+            name: tensor.dim() - int(torch.tensor(tensor.shape).argmax())
+            for name, tensor in _constants(module)
+            if tensor.numel() > 1
+        }
+
+    def output_domain(self, module: nn.Module) -> Domain:
+        graded = getattr(module, "graded_spikes_factor", None)
+        if not _ours(module, _STEP) or isinstance(graded, nn.Parameter) or module.state_quant:
+            return REAL
+        return SPIKE if isinstance(graded, Tensor) and bool((graded == 1).all()) else REAL
+
+    def flops_per_element(self, module: nn.Module) -> float:
+        return _STEP.get(type(module).__name__, (0, 10.0))[1]
+
+
+def _constants(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Decay, threshold and gain of a neuron: its own parameters and those buffers that are not state."""
+    names = ("alpha", "beta", "threshold", "graded_spikes_factor", "V")
+    return [(name, value) for name in names if isinstance(value := getattr(module, name, None), Tensor)]
+
+
+def _shapes(module: nn.Module, x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Shapes of the state and of the spikes; None: that of the input."""
+    if _ours(module, ("SLSTM",)):
+        return (shape := (x.shape[0], module.hidden_size)), shape
+    if not _ours(module, ("SConv2dLSTM",)):
+        return None, None
+    state = (x.shape[0], module.out_channels, *x.shape[2:])
+    with torch.no_grad():
+        membrane = x.new_empty(state)
+        if module.max_pool:
+            return state, tuple(nn.functional.max_pool2d(membrane, module.max_pool).shape)
+        if module.avg_pool:
+            return state, tuple(nn.functional.avg_pool2d(membrane, module.avg_pool).shape)
+    return state, state
+
+
+def _spike_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    with torch.no_grad():
+        spikes: Tensor = module.spike_grad(torch.zeros(1, dtype=dtype, device=device))
+    return torch.promote_types(spikes.dtype, module.graded_spikes_factor.dtype) if module.graded_spikes_factor.dim() else spikes.dtype

@@ -1,0 +1,154 @@
+"""State of a network's modules: put it back to the start, or put everything back as it was.
+
+`reset_state` starts a window: neurons of frameworks through their adapters, and modules of the user's own that still
+hold tensors of an earlier forward through their own `reset`-like method. A parameter is never changed by a reset: a
+method named `reset` that initialises weights is undone.
+
+`preserved` is for everything that runs the user's module (tracing, the gate): on leaving the block, also by an error,
+every attribute, buffer value, gradient, hook and flag of every module is what it was. Values of parameters are not
+saved (no forward changes them) but their `grad` and `requires_grad` are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snnpart.errors import TraceError
+from snnpart.frameworks.adapter import Adapter, tensors_in
+from snnpart.frameworks.registry import adapter_for
+from snnpart.frameworks.torch_opaque import TorchAdapter
+
+_RESETS = ("reset", "reset_state", "reset_states", "reset_mem")
+_TORCH_SLOTS = frozenset(vars(nn.Module()))
+
+
+def reset_state(model: nn.Module, reset: Callable[[nn.Module], Any] | None = None) -> None:
+    """Put the state of every module of `model` back to its start.
+
+    Args:
+        reset: the user's own way, called as `reset(model)` instead of all else.
+
+    Raises:
+        TraceError: a module holds a tensor of an earlier forward and has no method to drop it.
+    """
+    if reset is not None:
+        reset(model)
+        return
+    for module in model.modules():
+        adapter_for(module).reset(module)
+    for _, module in reversed(list(model.named_modules())):
+        if _own(module) and any(_stale(child) for child in module.modules() if _own(child)) or _holds_tensors(module):
+            _call_reset(module)
+    for path, module in model.named_modules():
+        if _own(module) and (name := _stale(module)):
+            raise TraceError(
+                f"attribute '{name}' holds a tensor of an earlier forward",
+                where=f"module '{path}' ({type(module).__name__})",
+                fix="give the module a reset() without arguments, or pass reset=f, called as f(model)",
+            )
+
+
+def _own(module: nn.Module) -> bool:
+    """Whether the module is the user's own, so that no adapter resets it."""
+    adapter: Adapter = adapter_for(module)
+    return isinstance(adapter, TorchAdapter) or type(module).__module__.partition(".")[0] != adapter.package
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(module).items() if name not in _TORCH_SLOTS)
+
+
+def _stale(module: nn.Module) -> str:
+    """The name of an attribute or buffer that carries an earlier forward's autograd graph, or ''."""
+    held = [*_plain(module), *module._buffers.items()]
+    return next((name for name, value in held if any(t.grad_fn is not None for t in tensors_in(value))), "")
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return _own(module) and any(True for _, value in _plain(module) for _ in tensors_in(value))
+
+
+def _call_reset(module: nn.Module) -> None:
+    method = next((m for name in _RESETS if callable(m := getattr(module, name, None)) and _no_arguments(m)), None)
+    if method is None:
+        return
+    before = {p: (p._version, p.detach().clone()) for p in module.parameters(recurse=False)}
+    method()
+    with torch.no_grad():
+        for parameter, (version, value) in before.items():
+            if parameter._version != version:
+                parameter.copy_(value)
+
+
+def _no_arguments(method: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(method).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put every module of `model` back exactly as it was when the block is left, also by an error."""
+    modules = list(model.modules())
+    attributes = [(module, dict(vars(module))) for module in modules]
+    containers = [(c, _copy(c)) for _, saved in attributes for c in saved.values() if _is_container(c)]
+    tensors = _save_tensors(modules)
+    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for module, saved in attributes:
+            vars(module).clear()
+            vars(module).update(saved)
+        for container, content in containers:
+            _refill(container, content)
+        for tensor, version, value in tensors:
+            _put_back(tensor, version, value)
+        for parameter, grad, requires_grad in parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (MutableMapping, list, set))
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, MutableMapping) else type(container)(container)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def _save_tensors(modules: list[nn.Module]) -> list[tuple[Tensor, int, Tensor]]:
+    """Every tensor a forward may write into: buffers and tensors in plain attributes, with version and value."""
+    found = {
+        id(tensor): tensor
+        for module in modules
+        for value in (module._buffers, *(value for _, value in _plain(module)))
+        for tensor in tensors_in(value)
+        if not isinstance(tensor, nn.Parameter)
+    }
+    return [(tensor, tensor._version, tensor.detach().clone()) for tensor in found.values()]
+
+
+def _put_back(tensor: Tensor, version: int, value: Tensor) -> None:
+    if tensor._version == version:
+        return
+    if tensor.grad_fn is not None and not tensor._is_view():
+        tensor.detach_()
+    with torch.no_grad():
+        tensor.set_(value) if tensor.shape != value.shape else tensor.copy_(value)  # type: ignore[call-overload]
