@@ -1,0 +1,175 @@
+"""Data parallelism around a stage: DDP or FSDP2 reduce the gradients of the last microbatch's backward.
+
+Both expect one forward and one backward a step, a pipeline has several in flight. So, as torch.distributed.pipelining
+does: every backward but the last only accumulates, the last one reduces.
+
+DDP is built when the first backward is at hand: only then is it known which parameters the loss reaches. Its forward is
+never called; the buffers are broadcast by `broadcast_buffers` before a step instead of inside it, where a write would
+disturb the microbatches in flight.
+
+FSDP2 keeps one unit per stage: the graph calls functions on parameters, so there are no inner module calls to hang
+smaller units on. Scalars, which it refuses, and parameters that never get a gradient stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from snnpart import compat
+from snnpart.errors import LaunchError
+from snnpart.runtime.collectives import Axis
+from snnpart.runtime.stage import Stage
+
+
+class Alone:
+    """dp = 1: nothing to reduce. The base of the others."""
+
+    def __init__(self, stage: Stage, axis: Axis) -> None:
+        self.stage, self.axis = stage, axis
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
+        """Backward of one microbatch; `last` when no other follows in this step."""
+        torch.autograd.backward(list(roots), list(grads))
+
+    def finish(self) -> None:
+        """After the last backward: all gradients are the mean over dp."""
+
+    def rest(self) -> None:
+        """Put parameters into the form the optimizer and the state see."""
+
+
+class Ddp(Alone):
+    """Gradients averaged by DistributedDataParallel's buckets while the last backward runs."""
+
+    def __init__(self, stage: Stage, axis: Axis) -> None:
+        super().__init__(stage, axis)
+        self._ddp: DistributedDataParallel | None = None
+        self._empty = False
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
+        ddp = self._wrap(roots) if last else None
+        if ddp is not None:
+            compat.ddp_expect_backward(ddp, roots)
+        super().backward(roots, grads, last)
+
+    def finish(self) -> None:
+        if self._ddp is not None and not compat.ddp_finished(self._ddp):
+            raise LaunchError(
+                "the loss of this step does not reach every parameter that the first step's loss reached",
+                where=f"stage {self.stage.index}",
+                fix="use the same outputs in every loss, or launch again when the loss changes",
+            )
+
+    def _wrap(self, roots: Sequence[Tensor]) -> DistributedDataParallel | None:
+        """DDP around the parameters that the roots reach; None when they reach none."""
+        if self._ddp is None and not self._empty:
+            reached = _reached(roots)
+            names = [name for name, p in self.stage.module.named_parameters() if p.requires_grad]
+            used = {name for name in names if id(self.stage.module.get_parameter(name)) in reached}
+            self._empty = not used
+            if used:
+                compat.ddp_ignore(self.stage.module, set(names) - used)
+                self._ddp = DistributedDataParallel(
+                    self.stage.module, process_group=self.axis.group, broadcast_buffers=False, init_sync=False
+                )
+        return self._ddp
+
+
+class Fsdp2(Alone):
+    """Parameters, gradients and optimizer state in shards over dp, by `fully_shard`."""
+
+    def __init__(self, stage: Stage, axis: Axis) -> None:
+        super().__init__(stage, axis)
+        assert axis.group is not None
+        self._whole = [p for name, p in stage.parameters() if _stays_whole(p, stage.slices[name].has_gradient)]
+        if len(self._whole) < len(list(stage.module.parameters())):
+            mesh = DeviceMesh.from_group(axis.group, stage.device.type)
+            fully_shard(stage.module, mesh=mesh, reshard_after_forward=False, ignored_params=set(self._whole))
+        self._kept: list[Tensor | None] = []
+
+    @property
+    def _module(self) -> FSDPModule | None:
+        module: nn.Module = self.stage.module
+        return module if isinstance(module, FSDPModule) else None
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
+        if (module := self._module) is not None:
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(False)
+            module.set_requires_gradient_sync(False)
+        super().backward(roots, grads, last)
+
+    def finish(self) -> None:
+        if self._module is not None:
+            compat.fsdp_reduce(self._module)
+        average([p.grad for p in self._whole if p.grad is not None], self.axis)
+
+    def rest(self) -> None:
+        if self._module is not None:
+            self._module.reshard()
+
+
+def data_parallel(kind: str, stage: Stage, axis: Axis) -> Alone:
+    """The form of data parallelism that the plan asks for; none where the axis has one rank."""
+    if axis.size == 1:
+        return Alone(stage, axis)
+    return {"ddp": Ddp, "fsdp2": Fsdp2}[kind](stage, axis)
+
+
+def average(tensors: Iterable[Tensor], axis: Axis) -> None:
+    """Replace each tensor by its mean over the axis."""
+    fused(tensors, lambda flat: (dist.all_reduce(flat, group=axis.group), flat.div_(axis.size)))
+
+
+def broadcast_buffers(stage: Stage, axis: Axis) -> None:
+    """Give every dp rank the buffers of dp rank 0, as DDP does before a forward."""
+    if axis.group is None:
+        return
+    with torch.no_grad():
+        fused(
+            (buffer for _, buffer in stage.buffers()),
+            lambda flat: dist.broadcast(flat, src=axis.ranks[0], group=axis.group),
+        )
+
+
+def fused(tensors: Iterable[Tensor], communicate: Callable[[Tensor], Any]) -> None:
+    """Change tensors in place by one communication for each dtype: flattened, communicated, copied back."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, group in by_type.items():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        wire = flat.view(torch.uint8) if dtype is torch.bool else flat
+        communicate(wire)
+        for tensor, new in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.detach().copy_(new.view_as(tensor))
+
+
+def _stays_whole(parameter: Tensor, has_gradient: bool) -> bool:
+    return parameter.dim() == 0 or parameter.numel() == 0 or not has_gradient or not parameter.requires_grad
+
+
+def _reached(roots: Sequence[Tensor]) -> set[int]:
+    """Ids of the leaf tensors that backward from the roots will reach."""
+    seen: set[Any] = set()
+    found: set[int] = set()
+    stack: list[Any] = [root.grad_fn for root in roots]
+    found.update(id(root) for root in roots if root.grad_fn is None and root.requires_grad)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        stack.extend(parent for parent, _ in node.next_functions)
+    return found

@@ -1,0 +1,198 @@
+"""One rank's part of the network: its tensor slices and leaf copies in a module, and stage graphs bound over it.
+
+The module owns copies: the user's tensors are only read. Several graphs (another T, another image size, eval mode) can
+be bound over one module, because names and slices follow from the plan alone.
+
+State of neurons lives on the leaf copies and is reset before every microbatch. What a microbatch in flight still needs
+of it for backward is held by its autograd graph, so the next one starts from the initial state and disturbs nothing.
+
+A name of the user (`layer1.0.weight`) usually is the path of the tensor in the module. Leaves may keep a tensor
+elsewhere (a NamedTuple's field becomes a parameter of the leaf copy), so paths are found by identity when the module is
+built, and tensors are looked up by path afterwards: FSDP2 exchanges the parameter objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from snnpart import frameworks, ops
+from snnpart.errors import LaunchError
+from snnpart.graph import BATCH_SIZE, Body
+from snnpart.program import CompiledProgram, StageProgram, TensorSlice
+
+
+class StageModule(Body):
+    """A body that can be wrapped by DDP or FSDP2: its forward runs whichever bound graph it is given."""
+
+    def forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        return run(*args)
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """A stage graph over a module. `batch` is the example batch at which its shapes are stated."""
+
+    program: StageProgram
+    batch: int
+    reads: tuple[int, ...]
+    takes_batch: bool
+    run: Callable[..., tuple[Any, ...]]
+
+
+class Stage:
+    """This rank's stage: module, slices by the user's names, and the reset of its neurons."""
+
+    def __init__(self, program: StageProgram, values: Mapping[str, Tensor], device: torch.device) -> None:
+        """`values` holds the user's full tensors by name."""
+        self.index, self.device = program.stage, device
+        self.slices = {part.name: part for part in program.tensors}
+        tensors = {part.name: local_copy(part, values[part.name], device) for part in program.tensors}
+        self.leaves = {path: _clone(path, program, tensors) for path in program.leaves}
+        own = {p.name: (_kind(p), tensors[p.name]) for p in program.tensors if p.leaf is None}
+        self.module = StageModule(own, self.leaves)
+        self.paths = _paths(self.module, tensors)
+        self._resets = [(frameworks.adapter_for(m), m) for leaf in self.leaves.values() for m in leaf.modules()]
+
+    def bind(self, compiled: CompiledProgram, tp_rank: int) -> BoundStage:
+        """The stage graph of `compiled` (the same network, perhaps for another T or mode) over this module."""
+        program = compiled.stage(self.index, tp_rank)
+        self._check_same(program)
+        names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
+        order = {info.name: i for i, info in enumerate(compiled.source.inputs)}
+        graph = localise(program.graph, self.device)
+        return BoundStage(
+            program=program,
+            batch=compiled.source.batch,
+            reads=tuple(order[name] for name in program.reads),
+            takes_batch=BATCH_SIZE in names,
+            run=self.module.bind(graph),
+        )
+
+    def _check_same(self, program: StageProgram) -> None:
+        """A graph bound later must find the tensors and leaves it was cut for."""
+        wanted = {p.name: (p.dim, p.pieces) for p in program.tensors}
+        have = {p.name: (p.dim, p.pieces) for p in self.slices.values()}
+        differ = sorted(n for n in wanted if have.get(n) != wanted[n]) + sorted(set(program.leaves) - set(self.leaves))
+        if differ:
+            raise LaunchError(
+                f"{differ[:5]} lie elsewhere in the new graph than in the launched one",
+                where=f"stage {self.index}",
+                fix="compile the other signature with the launched program's plan",
+            )
+
+    def forward(
+        self, bound: BoundStage, inputs: Sequence[Tensor], received: Sequence[Tensor], size: int
+    ) -> tuple[Any, ...]:
+        """Run one microbatch of `size` samples from reset state.
+
+        Args:
+            inputs: all tensor inputs of the program, cut to the microbatch.
+            received: the values of `program.receives`.
+        """
+        tail = (size,) if bound.takes_batch else ()
+        self.reset()
+        try:
+            return self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
+        finally:
+            self.reset()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+        """Call through the module, so that hooks of a wrapper see it."""
+        result: tuple[Any, ...] = self.module(function, *args)
+        return result
+
+    def reset(self) -> None:
+        """Drop the state of every neuron."""
+        for adapter, module in self._resets:
+            adapter.reset(module)
+
+    def tensor(self, name: str) -> Tensor:
+        """The local tensor of the user's name as it now hangs in the module (a DTensor under FSDP2)."""
+        found: Tensor = _at(self.module, self.paths[name])
+        return found
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stage's parameters under the user's names."""
+        for name, part in self.slices.items():
+            if _kind(part) == "parameter":
+                yield name, self.tensor(name)  # type: ignore[misc]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The stage's buffers and constants under the user's names."""
+        for name, part in self.slices.items():
+            if _kind(part) != "parameter":
+                yield name, self.tensor(name)
+
+
+def local_copy(part: TensorSlice, whole: Tensor, device: torch.device) -> Tensor:
+    """This rank's own copy of its part of the user's tensor, on its device; a parameter where the part is one."""
+    cut = whole.detach() if part.dim is None else ops.select_pieces(whole.detach(), part.dim, part.pieces)
+    local = cut.to(device, copy=True).contiguous()
+    if _kind(part) == "parameter":
+        return nn.Parameter(local, requires_grad=part.requires_grad)
+    return local
+
+
+def localise(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """A copy of the graph that makes its tensors on `device` and keeps what it reads of a buffer it later assigns.
+
+    The user's code may bind a new tensor to a buffer's name while autograd holds the old one; `ops.assign` writes in
+    place, so reads of such a buffer are copied.
+    """
+    local = fx.Graph()
+    result = local.graph_copy(graph, {})
+    if result is not None:
+        local.output(result)
+    assigned = {node.args[0].target for node in local.nodes if node.target is ops.assign}  # type: ignore[union-attr]
+    for node in list(local.nodes):
+        node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))  # type: ignore[assignment]
+        node.kwargs = {k: _on_keyword(k, v, device) for k, v in node.kwargs.items()}
+        if node.op == "get_attr" and node.target in assigned:
+            _copy_reads(local, node)
+    return local
+
+
+def _copy_reads(graph: fx.Graph, read: fx.Node) -> None:
+    with graph.inserting_after(read):
+        kept = graph.call_method("clone", (read,))
+    read.replace_all_uses_with(kept, lambda user: user is not kept and not (user.target is ops.assign and user.args[0] is read))
+
+
+def _on(argument: Any, device: torch.device) -> Any:
+    return device if isinstance(argument, torch.device) else argument
+
+
+def _on_keyword(name: str, argument: Any, device: torch.device) -> Any:
+    if name == "device" and isinstance(argument, str):
+        return device
+    return fx.node.map_aggregate(argument, lambda a: _on(a, device))
+
+
+def _kind(part: TensorSlice) -> str:
+    """Learned tensors that the user did not register (fields of a NamedTuple) are parameters here."""
+    return "parameter" if part.kind == "parameter" or part.requires_grad else part.kind
+
+
+def _clone(path: str, program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Module:
+    inside = {p.name[len(path) + 1 :]: tensors[p.name] for p in program.tensors if p.leaf == path}
+    return frameworks.clone_leaf(program.leaves[path].module, inside)
+
+
+def _paths(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Where each tensor hangs in the module."""
+    held = {**dict(module.named_buffers(remove_duplicate=False)), **dict(module.named_parameters(remove_duplicate=False))}
+    by_identity = {id(tensor): path for path, tensor in held.items()}
+    return {name: name if held.get(name) is tensor else by_identity.get(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _at(module: nn.Module, path: str) -> Any:
+    *containers, name = path.split(".")
+    found: Any = module
+    for atom in containers:
+        found = getattr(found, atom)
+    return getattr(found, name)
