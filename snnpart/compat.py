@@ -5,12 +5,42 @@ Nothing else in snnpart imports a torch name that begins with an underscore, `to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["FakeTensor", "FakeTensorMode"]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised on fake tensors by an operation whose result, or the shape of it, needs the data."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have shape, dtype, strides, device and autograd, but no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for two living tensors exactly when they share memory."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def version(tensor: Tensor) -> int:
+    """How many times the tensor was written in place; 0 for an inference tensor, which keeps no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def ddp_ignore(module: nn.Module, names: Iterable[str]) -> None:
@@ -56,3 +86,34 @@ def _fsdp_groups(state: Any) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
+
+
+def pipeline_order(name: str, stages: int, microbatches: int) -> dict[int, list[tuple[int, Literal["F", "B"], int]]]:
+    """The actions (stage, F or B, microbatch) of each stage in the order of torch's schedule `gpipe` or `1f1b`.
+
+    torch computes the order in a method of the schedule that reads only these two numbers, but its constructor asks for
+    a stage on a process group; the method is therefore called on an object that was not constructed. The microbatches
+    are counted here: up to torch 2.14 the method starts the last stage's forwards at number 1 (its runtime does not).
+    """
+    from torch.distributed.pipelining import schedules
+
+    kind: Any = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name]
+    schedule = kind.__new__(kind)
+    schedule._num_stages, schedule._n_microbatches = stages, microbatches
+    letters: dict[Any, Literal["F", "B"]] = {
+        schedules._ComputationType.FORWARD: "F",
+        schedules._ComputationType.FULL_BACKWARD: "B",
+    }
+    order: dict[int, list[tuple[int, Literal["F", "B"], int]]] = {}
+    for stage, actions in schedule._get_pipeline_order().items():
+        kinds = [letters[action.computation_type] for action in actions if action and action.computation_type in letters]
+        counts = {"F": itertools.count(), "B": itertools.count()}
+        order[stage] = [(stage, letter, next(counts[letter])) for letter in kinds]
+    return order
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Make real tensors inside the block even while a FakeTensorMode is active."""
+    with unset_fake_temporarily():
+        yield
