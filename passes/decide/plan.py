@@ -1,0 +1,89 @@
+"""Makes the plan: placement, then stages, written as data under the user's names.
+
+A plan in which every decision is pinned is given back unchanged in meaning; what it leaves open is decided.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from snnpart import facts
+from snnpart.costs import MachineProfile
+from snnpart.facts import Stage
+from snnpart.graph import SpikeGraph
+from snnpart.passes.decide.parts import find_parts
+from snnpart.passes.decide.stages import DecideStages
+from snnpart.plan import Plan
+
+
+def decide(
+    graph: SpikeGraph,
+    *,
+    tp: int,
+    pp: int,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    dp: str = "ddp",
+    pinned: Plan | None = None,
+    profile: MachineProfile,
+) -> Plan:
+    """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; its other fields are not read.
+
+    The result depends on the arguments alone, never on the rank or on measurements, so that every rank can make it.
+
+    Raises:
+        PlanError: no plan satisfies the request.
+    """
+    work = graph.copy()
+    DecideStages(pp, profile, tp, pinned.stages if pinned else None).run(work)
+    return Plan(
+        tp=tp, pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, shards={}, stages=_stages_by_path(work)
+    )
+
+
+def _stages_by_path(graph: SpikeGraph) -> dict[str, int]:
+    """Stages under module paths, as `Plan.stages` describes; by tensor name where a module's tensors lie apart."""
+    owners = _owners(graph)
+    stages: dict[str, int] = {}
+    for owner, names in owners.items():
+        at = {names[name] for name in names}
+        stages.update({owner: at.pop()} if owner and len(at) == 1 else names)
+    for path, found in _paths_of_operations(graph).items():
+        if path and len(found) == 1 and path not in stages:
+            stages[path] = found.pop()
+    return dict(sorted(stages.items()))
+
+
+def _owners(graph: SpikeGraph) -> Mapping[str, dict[str, int]]:
+    """For each module path its own tensors and leaf with their stages; unused tensors follow the path above them."""
+    stage_of: dict[str, int] = {}
+    for part in find_parts(graph).keyed:
+        stage_of.update(dict.fromkeys(part.keys, facts.need(part.nodes[0], Stage).index))
+    owners: dict[str, dict[str, int]] = defaultdict(dict)
+    for key, stage in stage_of.items():
+        owners[key if key in graph.leaves else key.rpartition(".")[0]][key] = stage
+    for name, info in graph.tensors.items():
+        owner = name.rpartition(".")[0]
+        if name not in stage_of and info.leaf is None and owner not in owners:
+            owners[owner][name] = _nearest(stage_of, owner)
+    return owners
+
+
+def _nearest(stage_of: Mapping[str, int], path: str) -> int:
+    """The first stage of what lies under `path` or, failing that, under the nearest path above it; 0 at the top."""
+    while path:
+        inside = [stage for key, stage in stage_of.items() if key.startswith(path + ".")]
+        if inside:
+            return min(inside)
+        path = path.rpartition(".")[0]
+    return 0
+
+
+def _paths_of_operations(graph: SpikeGraph) -> Mapping[str, set[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for node in graph.graph.nodes:
+        stage = facts.get(node, Stage)
+        if stage is not None and node.op in ("call_function", "call_method"):
+            found[facts.origin(node).module].add(stage.index)
+    return found
