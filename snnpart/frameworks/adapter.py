@@ -110,7 +110,9 @@ def needs_grad(module: nn.Module, *values: Any) -> bool:
     return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in tensors_in(values))
 
 
-def empty(like: Tensor, shape: tuple[int, ...] | None = None, *, dtype: torch.dtype | None = None, grad: bool) -> Tensor:
+def empty(
+    like: Tensor, shape: tuple[int, ...] | None = None, *, dtype: torch.dtype | None = None, grad: bool
+) -> Tensor:
     """A new tensor on the device of `like`; with `grad` it is the result of an operation, as a module's output is.
 
     Without `shape` it has the shape and the memory order of `like`.

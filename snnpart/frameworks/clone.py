@@ -55,7 +55,9 @@ def _copy_attributes(
         name: None if value is None else tensors.get(prefix + name, value.detach().clone())
         for name, value in old._buffers.items()
     }
-    attributes["_modules"] = {name: twins[id(child)] if child is not None else None for name, child in old._modules.items()}
+    attributes["_modules"] = {
+        name: None if child is None else twins[id(child)] for name, child in old._modules.items()
+    }
     for name, value in vars(old).items():
         if name not in _TORCH_SLOTS:
             _hold(new, name, value, tensors, prefix)
@@ -144,7 +146,8 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (tuple, list)):
         return [(str(index), item) for index, item in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     return []
 
 

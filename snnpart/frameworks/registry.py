@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 
 from snnpart.frameworks.adapter import Adapter
 from snnpart.frameworks.torch_opaque import TorchAdapter
 
-# Package root of a framework -> (module, class) of its adapter. The adapter's module imports the framework.
+# Import name of a framework -> class of its adapter, in the file of that name, which imports the framework.
 _ADAPTERS = {
-    name: (f"snnpart.frameworks.{name}", f"{title}Adapter")
-    for name, title in (("spikingjelly", "SpikingJelly"), ("snntorch", "SnnTorch"))
+    "spikingjelly": "SpikingJellyAdapter",
+    "snntorch": "SnnTorchAdapter",
+    "norse": "NorseAdapter",
+    "sinabs": "SinabsAdapter",
 }
 _DEFAULT = TorchAdapter()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(package: str) -> Adapter:
-    module, name = _ADAPTERS[package]
-    made: Adapter = getattr(importlib.import_module(module), name)()
+    module = importlib.import_module(f"{__package__}.{package}")
+    made: Adapter = getattr(module, _ADAPTERS[package])()
     return made
 
 

@@ -130,4 +130,5 @@ def _shapes(module: nn.Module, x: Tensor) -> tuple[tuple[int, ...] | None, tuple
 def _spike_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     with torch.no_grad():
         spikes: Tensor = module.spike_grad(torch.zeros(1, dtype=dtype, device=device))
-    return torch.promote_types(spikes.dtype, module.graded_spikes_factor.dtype) if module.graded_spikes_factor.dim() else spikes.dtype
+    gain: Tensor = module.graded_spikes_factor
+    return torch.promote_types(spikes.dtype, gain.dtype) if gain.dim() else spikes.dtype

@@ -50,7 +50,8 @@ _NOT_BINARY = ("LIAFNode", "ILIFNode", *_TERNARY)
 def _ours(module: nn.Module, names: Any) -> bool:
     """Whether the module is exactly one of the framework's classes of these names, not a subclass of the user's."""
     kind = type(module)
-    return kind.__name__ in names and kind in (getattr(neuron, kind.__name__, None), getattr(layers, kind.__name__, None))
+    name = kind.__name__
+    return name in names and kind in (getattr(neuron, name, None), getattr(layers, name, None))
 
 
 class SpikingJellyAdapter(Adapter):

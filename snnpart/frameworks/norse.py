@@ -1,0 +1,83 @@
+"""Norse: cells and time-looping modules whose state is an argument and a result, a NamedTuple or None.
+
+Nothing is kept on the module. Which NamedTuple a call returns is found by running the module on one real sample of
+zeros: the shapes follow from it, because neurons never mix samples or steps. Parameters `p` are tensors in a
+NamedTuple on the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from norse.torch.module import snn
+from norse.torch.module.coba_lif import CobaLIFCell
+from norse.torch.module.leaky_integrator import LILinearCell
+from torch import Tensor, nn
+
+from snnpart import compat
+from snnpart.facts import Domain
+from snnpart.frameworks.adapter import REAL, SPIKE, Adapter, empty, tensors_in
+
+_LOOPS = (snn.SNN, snn.SNNRecurrent)
+_NEURONS = (snn.SNNCell, snn.SNNRecurrentCell, LILinearCell, CobaLIFCell, *_LOOPS)
+
+
+class NorseAdapter(Adapter):
+    """Norse 1.0 to 1.1."""
+
+    name = "norse"
+    package = "norse"
+
+    def is_neuron(self, module: nn.Module) -> bool:
+        return isinstance(module, _NEURONS)
+
+    def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not self.is_neuron(module):
+            return NotImplemented
+        x: Tensor = args[0] if args else kwargs["input_tensor"]
+        lead = 2 if isinstance(module, _LOOPS) else 1
+        probe = (1,) * lead + tuple(x.shape[lead:])
+        with compat.real_tensors(), torch.enable_grad():
+            sample = torch.zeros(probe, dtype=x.dtype, requires_grad=x.requires_grad)
+            result = module.forward(sample)
+        return _grow(result, result[0].shape, x, lead)
+
+    def time_dim(self, module: nn.Module) -> int | None:
+        return 0 if isinstance(module, _LOOPS) else None
+
+    def is_elementwise(self, module: nn.Module) -> bool:
+        parameters = tensors_in(getattr(module, "p", ()))
+        return isinstance(module, (snn.SNNCell, snn.SNN)) and all(p.dim() == 0 for p in parameters)
+
+    def channel_dim(self, module: nn.Module, ndim: int) -> int | None:
+        dim = 2 if isinstance(module, _LOOPS) else 1
+        return dim if self.is_elementwise(module) and ndim > dim else None
+
+    def channel_tensors(self, module: nn.Module) -> dict[str, int] | None:
+        return {} if self.is_elementwise(module) else None
+
+    def output_domain(self, module: nn.Module) -> Domain:
+        name = type(module).__name__
+        integrator = name.startswith("LI") and not name.startswith("LIF")
+        return SPIKE if self.is_neuron(module) and not integrator else REAL
+
+    def flops_per_element(self, module: nn.Module) -> float:
+        return 12.0
+
+
+def _grow(value: Any, probed: torch.Size, x: Tensor, lead: int) -> Any:
+    """The result for one sample and step, with the sizes of the whole input."""
+    if isinstance(value, Tensor):
+        grad = torch.is_grad_enabled() and value.requires_grad
+        if value.shape == probed:
+            return empty(x, (*x.shape[:lead], *probed[lead:]), dtype=value.dtype, grad=grad)
+        if lead == 2 and value.shape == probed[1:]:
+            return empty(x, (*x.shape[1:lead], *probed[lead:]), dtype=value.dtype, grad=grad)
+        return empty(x, tuple(value.shape), dtype=value.dtype, grad=grad)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_grow(item, probed, x, lead) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_grow(item, probed, x, lead) for item in value)
+    return value
