@@ -1,0 +1,144 @@
+"""From a compiled program to a report.
+
+Everything is read off the rank programs (what runs), the plan (what was decided) and the source graph (what was
+traced). Costs and placements stand on nodes of the source graph; a node of a stage keeps the name of the one it was
+made from, so the two are joined by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+import snnpart
+from snnpart import facts
+from snnpart.facts import Checkpoint, Cost
+from snnpart.program import CompiledProgram
+from snnpart.report import data, layers, nodes
+
+
+def build(compiled: CompiledProgram, gate: Any = None) -> data.Report:
+    """The report of `compiled`; `gate` is the gate's own report (a dataclass), or None when nothing was compared."""
+    source = compiled.source
+    moves = nodes.collectives(compiled)
+    return data.Report(
+        snnpart=snnpart.__version__,
+        torch=torch.__version__,
+        fingerprint=compiled.plan.fingerprint,
+        network=_network(compiled),
+        topology=_topology(compiled),
+        stages=_stages(compiled),
+        sharded=layers.sharded(compiled, moves),
+        replicated=layers.replicated(compiled),
+        collectives=moves,
+        boundaries=_boundaries(compiled),
+        checkpoints=_checkpoints(compiled),
+        assumptions=tuple(data.AssumptionRow(a.kind, a.text, a.place) for a in source.assumptions),
+        states=_states(compiled),
+        unused_parameters=tuple(t.name for t in source.tensors.values() if t.kind == "parameter" and not t.used),
+        passes=tuple(data.PassRow(**dataclasses.asdict(record)) for record in compiled.passes),
+        notices=compiled.notices,
+        gate=None if gate is None else plain(dataclasses.asdict(gate)),
+        graph=nodes.drawn(compiled),
+    )
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's types: anything that JSON does not know becomes its text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _network(compiled: CompiledProgram) -> data.Network:
+    source = compiled.source
+    return data.Network(
+        name=source.name,
+        batch=source.batch,
+        batch_fixed=source.batch_fixed,
+        time_steps=source.time_steps,
+        nodes=len(source.graph.nodes),
+        parameters=sum(t.tensor.numel() for t in source.tensors.values() if t.kind == "parameter"),
+        neuron_layers=sum(leaf.neuron for leaf in source.leaves.values()),
+        training_specialised=source.training_specialised,
+    )
+
+
+def _topology(compiled: CompiledProgram) -> data.Topology:
+    plan = compiled.plan
+    return data.Topology(plan.tp, plan.pp, plan.dp, plan.tp * plan.pp, plan.schedule, plan.microbatches)
+
+
+def _stages(compiled: CompiledProgram) -> tuple[data.StageRow, ...]:
+    plan = compiled.plan
+    times = [max(compiled.stage(stage, tp).predicted_us for tp in range(plan.tp)) for stage in range(plan.pp)]
+    slowest = max(times) or 1.0
+    return tuple(_stage(compiled, stage, time, time / slowest) for stage, time in enumerate(times))
+
+
+def _stage(compiled: CompiledProgram, stage: int, time: float, balance: float) -> data.StageRow:
+    ranks = [compiled.stage(stage, tp) for tp in range(compiled.plan.tp)]
+    costs = nodes.costs(compiled)
+    held = [[t for t in rank.tensors if t.kind == "parameter"] for rank in ranks]
+    return data.StageRow(
+        index=stage,
+        modules=layers.modules_of(compiled.plan, stage),
+        parameters=sum(torch.Size(t.global_shape).numel() for t in held[0]),
+        parameters_per_rank=max(sum(torch.Size(t.shape).numel() for t in rank) for rank in held),
+        flops=sum(costs.get(node.name, Cost()).flops for node in ranks[0].graph.nodes),
+        predicted_us=time,
+        peak_bytes=max(rank.predicted_bytes for rank in ranks),
+        balance=balance,
+    )
+
+
+def _boundaries(compiled: CompiledProgram) -> tuple[data.BoundaryRow, ...]:
+    return tuple(_boundary(compiled, stage) for stage in range(compiled.plan.pp - 1))
+
+
+def _boundary(compiled: CompiledProgram, stage: int) -> data.BoundaryRow:
+    ports = [(port.name, port.value) for port in compiled.stage(stage, 0).sends]
+    values = tuple(
+        data.SentValue(name, value.shape, nodes.dtype_name(value.dtype), value.bytes, value.requires_grad)
+        for name, value in ports
+    )
+    back = sum(value.bytes for value in values if value.gradient)
+    return data.BoundaryRow(stage, stage + 1, values, sum(value.bytes for value in values), back)
+
+
+def _checkpoints(compiled: CompiledProgram) -> tuple[data.CheckpointRow, ...]:
+    regions: dict[tuple[int, int], list[Any]] = {}
+    for stage in range(compiled.plan.pp):
+        for node in compiled.stage(stage, 0).graph.nodes:
+            region = facts.get(node, Checkpoint)
+            if region is not None:
+                regions.setdefault((region.region, stage), []).append(node)
+    costs = nodes.costs(compiled)
+    return tuple(
+        data.CheckpointRow(
+            region,
+            stage,
+            tuple(dict.fromkeys(facts.origin(node).module for node in members)),
+            int(sum(costs.get(node.name, Cost()).saved for node in members)),
+        )
+        for (region, stage), members in sorted(regions.items())
+    )
+
+
+def _states(compiled: CompiledProgram) -> tuple[data.StateRow, ...]:
+    source = compiled.source
+    calls: dict[str, int] = {}
+    for node in source.graph.nodes:
+        if node.op == "call_module":
+            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+    rows = [
+        data.StateRow(path, type(leaf.module).__name__, f"{leaf.framework}, {calls.get(path, 0)} call(s) a forward")
+        for path, leaf in source.leaves.items()
+        if leaf.neuron
+    ]
+    rows += [data.StateRow(slot.module, slot.name, f"starts as {slot.initial}") for slot in source.states]
+    return tuple(rows)

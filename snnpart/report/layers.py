@@ -1,0 +1,125 @@
+"""What the report says of layers: which are split and how, which stay whole and why, and what a stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.plan import Plan
+from snnpart.program import CompiledProgram, StageProgram, TensorSlice
+from snnpart.report import nodes
+from snnpart.report.data import CollectiveRow, ReplicatedRow, ShardRow
+
+WHOLE = frozenset({"replicate", "replicated"})
+
+
+def sharded(compiled: CompiledProgram, moves: tuple[CollectiveRow, ...]) -> tuple[ShardRow, ...]:
+    """Every layer with a tensor that is split over tp, in the order of the stages."""
+    rows = []
+    for stage in range(compiled.plan.pp):
+        ranks = [compiled.stage(stage, tp) for tp in range(compiled.plan.tp)]
+        split = [t.name for t in ranks[0].tensors if t.dim is not None]
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in split)
+        follow = [path for path, rule in compiled.plan.shards.items() if rule not in WHOLE and path in ranks[0].leaves]
+        found = operations(compiled, ranks[0])
+        for path in dict.fromkeys((*paths, *follow)):
+            rows.append(_sharded_row(path, stage, ranks, compiled, moves, found))
+    return tuple(rows)
+
+
+def _sharded_row(
+    path: str,
+    stage: int,
+    ranks: list[StageProgram],
+    compiled: CompiledProgram,
+    moves: tuple[CollectiveRow, ...],
+    found: dict[str, str],
+) -> ShardRow:
+    here = [move for move in moves if move.module == path and move.stage == stage]
+    slices = [[t for t in rank.tensors if t.name.rpartition(".")[0] == path] for rank in ranks]
+    return ShardRow(
+        module=path,
+        operation=found.get(path, ""),
+        stage=stage,
+        rule=compiled.plan.shards.get(path, "shard"),
+        tensors=tuple(_describe(versions) for versions in zip(*slices, strict=True)),
+        collectives=tuple(dict.fromkeys(move.operation for move in here)),
+        bytes_per_step=sum(move.forward_bytes + move.backward_bytes for move in here),
+    )
+
+
+def _describe(versions: Iterable[TensorSlice]) -> str:
+    """`weight: S(0) 32+32` or `w: R`, from one tensor on every rank."""
+    first, *rest = versions
+    name = first.name.rpartition(".")[2]
+    if first.dim is None:
+        return f"{name}: R" + (" (gradient summed)" if first.partial_gradient else "")
+    dim = first.dim
+    sizes = "+".join(str(t.shape[dim]) for t in (first, *rest))
+    return f"{name}: S({dim}) {sizes}"
+
+
+def replicated(compiled: CompiledProgram) -> tuple[ReplicatedRow, ...]:
+    """With tp > 1: the layers with a weight of two or more dims that every tp rank holds whole."""
+    if compiled.plan.tp == 1:
+        return ()
+    rows = []
+    for stage in range(compiled.plan.pp):
+        program = compiled.stage(stage, 0)
+        found = operations(compiled, program)
+        split = {t.name.rpartition(".")[0] for t in program.tensors if t.dim is not None}
+        weights = [t for t in program.tensors if t.kind == "parameter" and len(t.global_shape) > 1]
+        for path in dict.fromkeys(t.name.rpartition(".")[0] for t in weights):
+            if path not in split:
+                rows.append(ReplicatedRow(path, found.get(path, ""), reason(compiled, path)))
+    return tuple(rows)
+
+
+def reason(compiled: CompiledProgram, path: str) -> str:
+    """Why the layer stays whole: what the decision noted, or that splitting it was not cheaper."""
+    return compiled.source.notes.get(path, "cheaper whole: no split of it pays for its collectives")
+
+
+def operations(compiled: CompiledProgram, program: StageProgram) -> dict[str, str]:
+    """Module path -> the operation that reads the module's tensors (its heaviest: the one with most inputs)."""
+    found: dict[str, tuple[int, str]] = {}
+    for node in program.graph.nodes:
+        for path in _paths_read(node):
+            weight = len(node.all_input_nodes)
+            if weight >= found.get(path, (0, ""))[0]:
+                found[path] = (weight, nodes.operation(node, compiled))
+    return {path: name for path, (_, name) in found.items()}
+
+
+def _paths_read(node: fx.Node) -> set[str]:
+    if node.op == "call_module":
+        return {str(node.target)}
+    if node.target in nodes.MOVES:
+        return set()
+    return {str(i.target).rpartition(".")[0] for i in node.all_input_nodes if _tensor_of(i)}
+
+
+def _tensor_of(node: fx.Node) -> bool:
+    return node.op == "get_attr" and facts.get(node, facts.Value) is not None
+
+
+def modules_of(plan: Plan, stage: int) -> tuple[str, ...]:
+    """The stage's modules, each the highest path that lies whole in the stage (`layer1` for all below it)."""
+    where: dict[str, set[int]] = {}
+    for path, index in plan.stages.items():
+        for prefix in _prefixes(path):
+            where.setdefault(prefix, set()).add(index)
+    whole = {path for path, stages in where.items() if stages == {stage} and path}
+    return tuple(dict.fromkeys(_highest(path, whole) for path in plan.stages if path in whole))
+
+
+def _highest(path: str, whole: set[str]) -> str:
+    return next(prefix for prefix in _prefixes(path) if prefix in whole)
+
+
+def _prefixes(path: str) -> list[str]:
+    """`a.b.c` -> a, a.b, a.b.c."""
+    atoms = path.split(".")
+    return [".".join(atoms[: length + 1]) for length in range(len(atoms))]

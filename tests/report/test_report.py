@@ -1,0 +1,161 @@
+"""The report's data, text and JSON, from a program made by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snnpart.plan import Plan
+from snnpart.report import Report, build
+from snnpart.report.layers import modules_of
+from snnpart.report.schema import schema
+from snnpart.report.sections import number, size
+from tests.report.example import compiled
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Gate:
+    largest: float = 3e-12
+    silent: tuple[str, ...] = ("block.lif",)
+
+
+@pytest.fixture
+def report() -> Report:
+    return build(compiled(), Gate())
+
+
+def test_stages_hold_what_the_program_holds(report: Report) -> None:
+    first, second = report.stages
+    assert (first.modules, second.modules) == (("block",), ("head",))
+    assert first.parameters == 8 * 3 * 9 + 8 * 8 * 9 and first.parameters_per_rank == first.parameters // 2
+    assert (first.predicted_us, first.balance, second.balance) == (300.0, 1.0, 0.5)
+    assert first.peak_bytes == 3 << 20 and first.flops > second.flops > 0
+
+
+def test_split_layers_name_rule_pieces_and_bytes(report: Report) -> None:
+    rows = {row.module: row for row in report.sharded}
+    assert set(rows) == {"block.conv1", "block.conv2", "block.lif"}
+    assert (rows["block.conv1"].rule, rows["block.conv1"].tensors) == ("column", ("weight: S(0) 4+4",))
+    assert rows["block.conv2"].collectives == ("all_reduce",)
+    assert rows["block.conv2"].bytes_per_step == 2 * 8 * 4 * 4 * 4
+    assert rows["block.conv1"].bytes_per_step == 2 * 3 * 8 * 8 * 4
+    assert rows["block.conv1"].operation == "conv2d" and rows["block.lif"].operation == "Neuron"
+
+
+def test_collectives_say_the_direction(report: Report) -> None:
+    moves = {row.operation: (row.forward_bytes, row.backward_bytes) for row in report.collectives}
+    assert moves == {"grad_all_reduce": (0, 1536), "all_reduce": (1024, 0)}
+
+
+def test_boundary_has_values_and_bytes(report: Report) -> None:
+    (boundary,) = report.boundaries
+    assert (boundary.source, boundary.target, boundary.forward_bytes, boundary.backward_bytes) == (0, 1, 1024, 1024)
+    assert boundary.values[0].shape == (2, 8, 4, 4)
+
+
+def test_replicated_layer_says_why(report: Report) -> None:
+    (row,) = report.replicated
+    assert (row.module, row.operation, row.reason) == ("head", "linear", "10 outputs: <too few> to split")
+
+
+def test_without_tp_nothing_is_called_replicated() -> None:
+    program = compiled()
+    program = replace(program, plan=replace(program.plan, tp=1, shards={}))
+    assert build(program).replicated == ()
+
+
+def test_text_has_every_section(report: Report) -> None:
+    text = report.text()
+    for part in (
+        "tp=2 pp=2",
+        "column",
+        "weight: S(0) 4+4",
+        "0 -> 1",
+        "spare.weight",
+        "self.deep is <True> [net.py:12]",
+        "head",
+        "<too few>",
+        "canonicalize",
+        "the microbatch count was raised",
+        "Neuron (hand-written, 1 call(s) a forward): block.lif",
+        "mem (starts as None): cell",
+        "largest: 3e-12",
+        plan_line(report),
+    ):
+        assert part in text, part
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def plan_line(report: Report) -> str:
+    return f"plan {compiled().plan.fingerprint}"
+
+
+def test_a_network_without_neurons_says_so() -> None:
+    program = compiled()
+    bare = replace(program, source=replace(program.source, leaves={}, states=()))
+    assert "this network has no spiking neuron" in build(bare).text()
+
+
+def test_gate_off_is_said() -> None:
+    assert "off: the program was not compared" in build(compiled()).text()
+
+
+def test_json_follows_the_documented_schema(report: Report) -> None:
+    documented = json.loads((ROOT / "docs/report-schema.json").read_text())
+    assert documented == schema(), "run: python -m snnpart.report.schema > docs/report-schema.json"
+    for gate in (Gate(), None):
+        check(json.loads(build(compiled(), gate).to_json()), documented, "$")
+
+
+def test_schema_check_can_fail(report: Report) -> None:
+    broken = json.loads(report.to_json())
+    broken["stages"][0]["balance"] = "all"
+    with pytest.raises(AssertionError, match=r"\$\.stages\[\]\.balance"):
+        check(broken, schema(), "$")
+
+
+TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+
+
+def check(value: Any, rule: dict[str, Any], where: str) -> None:
+    """Does `value` follow the part of JSON Schema that the report uses?"""
+    if "const" in rule:
+        assert value == rule["const"], where
+    elif "anyOf" in rule:
+        kinds = [TYPES.get(option.get("type"), (dict, list)) for option in rule["anyOf"]]
+        assert any(isinstance(value, kind) for kind in kinds), where
+    elif rule["type"] == "array":
+        for item in value:
+            check(item, rule["items"], f"{where}[]")
+    elif rule["type"] == "object":
+        assert isinstance(value, dict), where
+        if "properties" in rule:
+            assert set(value) == set(rule["required"]), where
+            for name, inner in rule["properties"].items():
+                check(value[name], inner, f"{where}.{name}")
+    else:
+        assert isinstance(value, TYPES[rule["type"]]), where
+
+
+@pytest.mark.parametrize("ending, start", [("html", "<!doctype html>"), ("json", "{"), ("txt", "Net: ")])
+def test_write_follows_the_ending(report: Report, tmp_path: Path, ending: str, start: str) -> None:
+    path = report.write(tmp_path / "deep" / f"report.{ending}")
+    assert path.read_text().startswith(start)
+
+
+def test_modules_are_named_by_the_highest_path_that_is_whole() -> None:
+    stages = {"stem.conv": 0, "layer1.0.conv": 0, "layer1.1.conv": 0, "layer2.0.conv": 0, "layer2.1.conv": 1, "fc": 1}
+    plan = Plan(pp=2, stages=stages)
+    assert modules_of(plan, 0) == ("stem", "layer1", "layer2.0")
+    assert modules_of(plan, 1) == ("layer2.1", "fc")
+
+
+def test_units() -> None:
+    assert [size(n) for n in (12, 1536, 3 << 20, 5 << 30)] == ["12 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
+    assert [number(n) for n in (7, 11_200_000, 3.1e12)] == ["7", "11.20 M", "3.10 T"]
