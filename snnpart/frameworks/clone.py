@@ -55,9 +55,7 @@ def _copy_attributes(
         name: None if value is None else tensors.get(prefix + name, value.detach().clone())
         for name, value in old._buffers.items()
     }
-    attributes["_modules"] = {
-        name: None if child is None else twins[id(child)] for name, child in old._modules.items()
-    }
+    attributes["_modules"] = {name: None if child is None else twins[id(child)] for name, child in old._modules.items()}
     for name, value in vars(old).items():
         if name not in _TORCH_SLOTS:
             _hold(new, name, value, tensors, prefix)

@@ -68,8 +68,9 @@ class SinabsAdapter(Adapter):
         return 10.0
 
     def set_batch(self, module: nn.Module, size: int) -> None:
-        if _squeezed(module) and module.batch_size > 0:
-            module.batch_size = size
+        layer: Any = module
+        if _squeezed(module) and layer.batch_size > 0:
+            layer.batch_size = size
 
 
 def _ours(module: nn.Module) -> bool:

@@ -111,7 +111,7 @@ def _constants(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, value) for name in names if isinstance(value := getattr(module, name, None), Tensor)]
 
 
-def _shapes(module: nn.Module, x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _shapes(module: Any, x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Shapes of the state and of the spikes; None: that of the input."""
     if _ours(module, ("SLSTM",)):
         return (shape := (x.shape[0], module.hidden_size)), shape
@@ -127,7 +127,7 @@ def _shapes(module: nn.Module, x: Tensor) -> tuple[tuple[int, ...] | None, tuple
     return state, state
 
 
-def _spike_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _spike_dtype(module: Any, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     with torch.no_grad():
         spikes: Tensor = module.spike_grad(torch.zeros(1, dtype=dtype, device=device))
     gain: Tensor = module.graded_spikes_factor

@@ -26,17 +26,15 @@ def _in_mode(kind: Any, mode: str, arguments: dict[str, Any]) -> nn.Module:
 def spikingjelly() -> dict[str, Case]:
     from spikingjelly.activation_based import layer, neuron, surrogate
 
-    names = (
-        "IFNode LIFNode ParametricLIFNode QIFNode EIFNode IzhikevichNode LIAFNode KLIFNode ILIFNode SimpleIFNode "
-        "HalfThresholdIFNode TernaryIFNode TernaryLIFNode ComplementaryLIFNode CUBALIFNode"
-    ).split()
-    special: dict[str, dict[str, Any]] = {"LIAFNode": dict(act=torch.relu, threshold_related=True)}
+    names = ["IF", "LIF", "ParametricLIF", "QIF", "EIF", "Izhikevich", "LIAF", "KLIF", "ILIF", "SimpleIF"]
+    names += ["HalfThresholdIF", "TernaryIF", "TernaryLIF", "ComplementaryLIF", "CUBALIF"]
+    special: dict[str, dict[str, Any]] = {"LIAF": {"act": torch.relu, "threshold_related": True}}
     cases: dict[str, Case] = {}
     for name in names:
-        if (kind := getattr(neuron, name, None)) is None:
+        if (kind := getattr(neuron, f"{name}Node", None)) is None:
             continue
         for mode, x in (("s", _x(2, 3, 4, 4)), ("m", _x(3, 2, 3, 4, 4))):
-            cases[f"{name}-{mode}"] = (partial(_in_mode, kind, mode, special.get(name, {})), (x,))
+            cases[f"{name}Node-{mode}"] = (partial(_in_mode, kind, mode, special.get(name, {})), (x,))
     atan = surrogate.ATan()
     cases |= {
         "LIFNode-soft": (lambda: neuron.LIFNode(v_reset=None, detach_reset=True, surrogate_function=atan), (_x(2, 3),)),
@@ -81,11 +79,11 @@ def norse() -> dict[str, Case]:
     for name in ("LIFCell", "LICell", "IAFCell", "LSNNCell", "LIFRefracCell", "LIFAdExCell", "LIFBoxCell", "LIFExCell"):
         cases[name] = (getattr(norse, name), (_x(2, 5),))
     for name in ("LIFRecurrentCell", "LSNNRecurrentCell", "LILinearCell", "LIFRefracRecurrentCell"):
-        cases[name] = (lambda kind=getattr(norse, name): kind(5, 7), (_x(2, 5),))
+        cases[name] = (partial(getattr(norse, name), 5, 7), (_x(2, 5),))
     for name in ("LIF", "LI", "IAF", "LSNN"):
         cases[name] = (getattr(norse, name), (_x(3, 2, 5),))
     for name in ("LIFRecurrent", "LSNNRecurrent"):
-        cases[name] = (lambda kind=getattr(norse, name): kind(5, 7), (_x(3, 2, 5),))
+        cases[name] = (partial(getattr(norse, name), 5, 7), (_x(3, 2, 5),))
     cases["LIF-record"] = (lambda: norse.LIF(record_states=True), (_x(3, 2, 5),))
     return cases
 

@@ -20,9 +20,7 @@ CASES = every_case()
 
 def describe(value: Any) -> Any:
     """The structure of a result with each tensor's shape, dtype and whether it carries a gradient."""
-    return pytree.tree_map(
-        lambda v: (tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, Tensor) else v, value
-    )
+    return pytree.tree_map(lambda v: (tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, Tensor) else v, value)
 
 
 def same(got: Any, want: Any) -> None:
