@@ -121,7 +121,7 @@ H200 = MachineProfile(
     copy=4e12,
     launch_us=4.0,
     links={"tp": Link(3e11, 12.0), "pp": Link(3e11, 12.0), "dp": Link(3e11, 12.0)},
-    source="NVIDIA H200 SXM data sheet (989 Tflop/s bf16, 495 tf32, 67 f64, 4.8 TB/s, NVLink 450 GB/s each way) at 70-80 %",
+    source="70-80 % of the H200 SXM data sheet: 989 Tflop/s bf16, 495 tf32, 67 f64, 4.8 TB/s, NVLink 450 GB/s each way",
 )
 
 BUILT_IN: Mapping[str, MachineProfile] = {profile.name: profile for profile in (CPU, H200)}

@@ -5,47 +5,34 @@ A node with an effect stays in the graph even when nobody uses its value, and ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 from torch import fx
 
 from snnpart import ops
 
-_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(where, name)
-    for where in (torch, F)
-    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
-    if hasattr(where, name)
-)
-_RANDOM_NAMES = frozenset(
+_DROPOUT_NAMES = "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu"
+_DRAW_NAMES = (
     "rand randn randint randperm rand_like randn_like randint_like bernoulli poisson normal multinomial gumbel_softmax "
-    "bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_".split()
+    "bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_"
 )
+_RANDOM = frozenset(_DROPOUT_NAMES.split() + _DRAW_NAMES.split())
+_NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
 
 
 def is_random(node: fx.Node) -> bool:
     """True for a node that draws from the random number generator (also a dropout: it draws when training)."""
     if node.op == "call_method":
-        return node.target in _RANDOM_NAMES
-    if node.op != "call_function":
-        return False
-    return node.target in _DROPOUTS or getattr(node.target, "__name__", "") in _RANDOM_NAMES
+        return node.target in _RANDOM
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _RANDOM
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """True for a tensor method that writes into the tensor it is called on (`add_`, `__iadd__`, `__setitem__`)."""
-    if node.op != "call_method":
+    """True for a call that writes into a tensor it is given (`add_`, `__iadd__`, `__setitem__`, `out=`)."""
+    if node.op not in ("call_method", "call_function"):
         return False
-    name = str(node.target)
-    dunder = name.startswith("__")
-    in_place_dunder = name == "__setitem__" or (dunder and name.startswith("__i") and name not in _I_DUNDERS)
-    return in_place_dunder or (name.endswith("_") and not dunder)
-
-
-_I_DUNDERS = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_") or name == "setitem" or node.kwargs.get("out") is not None
 
 
 def writes_buffer(node: fx.Node) -> bool:

@@ -129,7 +129,7 @@ def _targets(graph: SpikeGraph) -> Broken:
 def _functional(graph: SpikeGraph) -> Broken:
     for node in graph.graph.nodes:
         if effects.is_in_place(node) and not _writes_own_copy(node):
-            yield node, f"it writes in place ('{node.target}') into a value that others may read"
+            yield node, "it writes in place into a value that others may read"
 
 
 def _writes_own_copy(node: fx.Node) -> bool:
@@ -162,9 +162,12 @@ def _getitems(graph: SpikeGraph) -> Broken:
         if getattr(node.target, "__name__", "") != "getitem" or not isinstance(node.args[0], fx.Node):
             continue
         several, index = facts.get(node.args[0], Values), node.args[1]
-        if several is not None and (not isinstance(index, int) or not -len(several.items) <= index < len(several.items)):
-            yield node, f"it takes item {index!r} of {len(several.items)} results"
-        elif several is not None and isinstance(several.items[index], Value) and facts.get(node, Value) is None:
+        if several is None:
+            continue
+        count = len(several.items)
+        if not isinstance(index, int) or not -count <= index < count:
+            yield node, f"it takes item {index!r} of {count} results"
+        elif isinstance(several.items[index], Value) and facts.get(node, Value) is None:
             yield node, "it takes a tensor out of several results, but has no Value"
 
 

@@ -3,10 +3,10 @@
 Three steps, each linear in the graph:
 
 1. respell: every node takes the target and the argument form of `spelling`. One node stays one node, except `1 / x`.
-2. forward identities: a reshape, cast, contiguous or clone that gives the value back as it was is replaced by its input.
+2. forward identities: a reshape, cast, contiguous or clone that gives the value back as it was gives way to its input.
    A clone of something that a buffer write could change later, and a clone that is then written in place, stay.
-3. sweep: nodes without users and without effect go, from the end to the front. A dropout whose value nobody uses stays:
-   it draws from the generator, and the draws after it would change.
+3. sweep: nodes without users and without effect go, from the end to the front. A dropout whose value nobody uses
+   stays: it draws from the generator, and the draws after it would change.
 """
 
 from __future__ import annotations
@@ -151,15 +151,18 @@ def _respell_arguments(node: fx.Node, signature: Signature) -> None:
 
 def _bind(node: fx.Node, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Arguments by name and the keywords outside the signature; None when the call has another form."""
-    dropped = spelling.KEYWORDS_TO_DROP
     renamed = spelling.RENAMED.get(node.target, {})  # type: ignore[arg-type]
-    rest = {renamed.get(k, k): v for k, v in node.kwargs.items() if not any(v is x or v == x for x in dropped.get(k, ()))}
+    rest = {renamed.get(name, name): value for name, value in node.kwargs.items() if not _says_nothing(name, value)}
     positional = node.args[: len(signature.names)]
     if any(extra is not False for extra in node.args[len(signature.names) :]):
         return None
     given = {**signature.defaults, **dict(zip(signature.names, positional, strict=False))}
     given |= {name: rest.pop(name) for name in signature.names if name in rest}
     return (given, rest) if all(name in given for name in signature.names) else None
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    return any(value is idle or value == idle for idle in spelling.KEYWORDS_TO_DROP.get(name, ()))
 
 
 def _rank(first: Any) -> int | None:
@@ -214,4 +217,3 @@ _VIEWS = frozenset(
     {torch.reshape, torch.flatten, torch.unflatten, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze,
      torch.select, torch.narrow, torch.detach, torch.movedim, operator.getitem, "expand", "contiguous", "to"}
 )  # fmt: skip
-

@@ -28,8 +28,8 @@ Function = Callable[..., Any]
 
 SYNONYMS: Mapping[str, str] = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs", "negative": "neg",
-    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "swapaxes": "transpose",
-    "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat", "concatenate": "cat", "clip": "clamp",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+    "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat", "concatenate": "cat", "clip": "clamp",
     "__add__": "add", "__radd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__mul__": "mul", "__rmul__": "mul",
     "__truediv__": "div", "__div__": "div", "__floordiv__": "floor_divide", "__mod__": "remainder", "__pow__": "pow",
     "__matmul__": "matmul", "__neg__": "neg", "__pos__": "positive", "__abs__": "abs", "__invert__": "bitwise_not",
@@ -54,11 +54,13 @@ MIRRORED: Mapping[str, str] = {
 """The function that gives `op(number, x)` as `mirrored(x, number)`."""
 
 CASTS: Mapping[str, torch.dtype] = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "bool": torch.bool,
-    "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "bool": torch.bool, "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
 }  # fmt: skip
 
-KEPT_METHODS = frozenset({"contiguous", "to", "type_as", "expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty"})
+KEPT_METHODS = frozenset(
+    {"contiguous", "to", "type_as", "expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty"}
+)
 """Methods that stay methods although a torch function of this name may exist (with other arguments)."""
 
 VARIADIC = frozenset({"reshape", "view", "permute", "expand", "repeat", "flip"})
@@ -84,7 +86,9 @@ class Signature:
 REQUIRED = object()
 
 
-def _signature(text: str, *, dims: str = "", new_dim: bool = False, spatial: str = "", space: int = 0, **defaults: Any) -> Signature:
+def _signature(
+    text: str, *, dims: str = "", new_dim: bool = False, spatial: str = "", space: int = 0, **defaults: Any
+) -> Signature:
     return Signature(tuple(text.split()), defaults, tuple(dims.split()), new_dim, tuple(spatial.split()), space)
 
 
@@ -116,13 +120,20 @@ def _avg_pool(space: int) -> Signature:
     )  # fmt: skip
 
 
-_BINARY = _signature("input other")
-_UNARY = _signature("input")
+_BINARY = (
+    "add sub rsub mul div floor_divide remainder maximum minimum matmul bmm mm eq ne lt le gt ge logical_and logical_or "
+    "logical_xor bitwise_and bitwise_or bitwise_xor"
+)
+_UNARY = (
+    "relu sigmoid tanh neg abs exp log sqrt rsqrt reciprocal square sin cos sign floor ceil round detach clone "
+    "logical_not bitwise_not positive"
+)
 _REDUCTION = _signature("input dim keepdim", dims="dim", dim=None, keepdim=False)
 
 SIGNATURES: dict[Function, Signature] = {
     torch.conv1d: _convolution(1), torch.conv2d: _convolution(2), torch.conv3d: _convolution(3),
-    torch.conv_transpose1d: _transposed(1), torch.conv_transpose2d: _transposed(2), torch.conv_transpose3d: _transposed(3),
+    torch.conv_transpose1d: _transposed(1), torch.conv_transpose2d: _transposed(2),
+    torch.conv_transpose3d: _transposed(3),
     F.linear: _signature("input weight bias", bias=None),
     torch.max_pool1d: _max_pool(1), torch.max_pool2d: _max_pool(2), torch.max_pool3d: _max_pool(3),
     torch.avg_pool1d: _avg_pool(1), F.avg_pool2d: _avg_pool(2), F.avg_pool3d: _avg_pool(3),
@@ -150,17 +161,13 @@ SIGNATURES: dict[Function, Signature] = {
     torch.sum: _REDUCTION, torch.mean: _REDUCTION, torch.amax: _REDUCTION, torch.amin: _REDUCTION,
     torch.clamp: _signature("input min max", min=None, max=None),
     torch.where: _signature("condition input other"),
-    **{getattr(torch, name): _BINARY for name in (
-        "add sub rsub mul div floor_divide remainder maximum minimum matmul bmm mm eq ne lt le gt ge logical_and "
-        "logical_or logical_xor bitwise_and bitwise_or bitwise_xor").split()},
-    **{getattr(torch, name): _UNARY for name in (
-        "relu sigmoid tanh neg abs exp log sqrt rsqrt reciprocal square sin cos sign floor ceil round detach clone "
-        "logical_not bitwise_not positive").split()},
+    **{getattr(torch, name): _signature("input other") for name in _BINARY.split()},
+    **{getattr(torch, name): _signature("input") for name in _UNARY.split()},
 }  # fmt: skip
 
 KEYWORDS_TO_DROP: Mapping[str, tuple[Any, ...]] = {
-    "inplace": (False,), "return_indices": (False,), "_stacklevel": (3, 5), "dtype": (None,), "alpha": (1,), "out": (None,),
-    "rounding_mode": (None,), "memory_format": (None, torch.preserve_format), "antialias": (False,),
+    "inplace": (False,), "return_indices": (False,), "_stacklevel": (3, 5), "dtype": (None,), "alpha": (1,),
+    "out": (None,),    "rounding_mode": (None,), "memory_format": (None, torch.preserve_format), "antialias": (False,),
 }  # fmt: skip
 """Keyword arguments that say nothing when they have one of these values."""
 
@@ -168,9 +175,9 @@ FUNCTIONAL: Mapping[Function, Function] = {
     F.relu: torch.relu, F.sigmoid: torch.sigmoid, F.tanh: torch.tanh, F.softmax: torch.softmax,
     F.log_softmax: torch.log_softmax, F.max_pool1d: torch.max_pool1d, F.max_pool2d: torch.max_pool2d,
     F.max_pool3d: torch.max_pool3d, F.layer_norm: torch.layer_norm, F.group_norm: torch.group_norm,
-    F.dropout: torch.dropout, F.unfold: F.unfold,
+    F.dropout: torch.dropout,
 }  # fmt: skip
 """Functions of torch.nn.functional that torch has too, with the same leading arguments."""
 
-RENAMED: Mapping[Function, Mapping[str, str]] = {torch.dropout: {"training": "train"}, torch.permute: {}}
+RENAMED: Mapping[Function, Mapping[str, str]] = {torch.dropout: {"training": "train"}}
 """Keyword names that differ between the two."""

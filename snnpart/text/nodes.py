@@ -1,0 +1,228 @@
+"""Nodes as lines of text.
+
+%x = input x : float32[2+n, 3, 8, 8]
+%w = @conv1.weight : float32[8, 3, 3, 3] grad
+%y = torch.conv2d(%x, %w, None, (1, 1)) : float32[2+n, 8, 6, 6] grad {Stage(index=1)} from conv1 at "net.py":12
+%c = .contiguous(%y) : ...
+%s = &sn1(%c) : ...
+%z = surrogate my.module:Spike(%c) : ...
+return (%z,)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from snnpart import facts
+from snnpart.errors import ConfigError
+from snnpart.facts import Origin, Value, Values
+from snnpart.ops import Surrogate
+from snnpart.text import functions, literals, types
+from snnpart.text.lexer import Line, lines
+from snnpart.text.literals import Reader
+
+_OWN_SYNTAX = (Value, Values, Origin)
+_OPERATOR_METHOD = re.compile(
+    r"__[ri]?(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor)__|__(neg|pos|abs|invert|eq|ne|lt|le|gt|ge|getitem)__"
+)
+
+
+def print_fx(graph: fx.Graph, *, with_facts: bool = True, with_origin: bool = True) -> str:
+    """One line per node. Value and Values are always written, the other facts and the origin as asked.
+
+    Raises:
+        ConfigError: an argument has no text form; the message names the node.
+    """
+    return "".join(f"{print_node(node, with_facts, with_origin)}\n" for node in graph.nodes)
+
+
+def print_node(node: fx.Node, with_facts: bool = True, with_origin: bool = True) -> str:
+    """The line of one node."""
+    try:
+        parts = [_head(node), _type(node)]
+        if with_facts:
+            parts.append(_facts(node))
+    except ConfigError as error:
+        raise ConfigError(error.what, where=facts.place(node), fix="make it an input or a buffer") from error
+    if with_origin:
+        parts.append(_origin(node))
+    return "".join(parts)
+
+
+def _head(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {literals.write(node.args[0])}"
+    return f"%{node.name} = {_expression(node)}"
+
+
+def _expression(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"input {node.target}"
+    if node.op == "get_attr":
+        return f"@{literals.write_path(str(node.target))}"
+    arguments = [literals.write(arg) for arg in node.args]
+    arguments += [f"{key}={literals.write(value)}" for key, value in node.kwargs.items()]
+    return f"{_target(node)}({', '.join(arguments)})"
+
+
+def _target(node: fx.Node) -> str:
+    target: Any = node.target
+    if node.op == "call_module":
+        return f"&{literals.write_path(target)}"
+    if node.op == "call_method":
+        return f".{target}"
+    if isinstance(target, Surrogate):
+        return f"surrogate {functions.class_path(target.function)}"
+    path = functions.path_of(target)
+    kind = "class " if isinstance(target, type) else "function " if ":" in path else ""
+    return f"{kind}{path}"
+
+
+def _type(node: fx.Node) -> str:
+    value, several = facts.get(node, Value), facts.get(node, Values)
+    if value is not None:
+        return f" : {types.write_value(value)}"
+    return f" : {types.write_values(several.items)}" if several is not None else ""
+
+
+def _facts(node: fx.Node) -> str:
+    held = [fact for kind, fact in facts.every(node).items() if kind not in _OWN_SYNTAX]
+    ordered = sorted(held, key=lambda fact: type(fact).__name__)
+    return f" {{{', '.join(map(literals.write_fact, ordered))}}}" if ordered else ""
+
+
+def _origin(node: fx.Node) -> str:
+    origin = facts.get(node, Origin)
+    if origin is None:
+        return ""
+    at = f" at {literals.write(origin.file)}:{origin.line}" if origin.file or origin.line else ""
+    by = f" by {literals.write_path(origin.made_by)}" if origin.made_by != "trace" else ""
+    return f" from {literals.write_path(origin.module)}{at}{by}"
+
+
+def parse_fx(text: str, *, modules: Collection[str] | None = None, first_line: int = 1) -> fx.Graph:
+    """The graph that `print_fx` wrote, with its facts.
+
+    `modules` are the top-level modules whose surrogate and NamedTuple classes may be imported (None: any).
+
+    Raises:
+        ConfigError: with line and column.
+    """
+    return parse_lines(lines(text, first_line), modules)
+
+
+def parse_lines(found: list[Line], modules: Collection[str] | None) -> fx.Graph:
+    """The graph of already split lines."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    reader = Reader(nodes, modules)
+    for line in found:
+        node = _read_line(line, graph, nodes, reader)
+        _read_facts(line, node, reader)
+        line.end()
+    if not found or node.op != "output":
+        raise ConfigError("the graph does not end with a return", where=f"line {found[-1].number if found else 1}")
+    return graph
+
+
+def _read_line(line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: Reader) -> fx.Node:
+    if line.take("return"):
+        return graph.output(reader.read(line))
+    token = line.need("node", "a node (%name) or return")
+    name = token.text[1:]
+    if name in nodes:
+        raise line.error(f"%{name} is defined twice", token.column)
+    line.expect("=")
+    op, target = _read_target(line, reader)
+    args, kwargs = ((), {}) if op in ("placeholder", "get_attr") else _read_arguments(line, reader)
+    node = graph.create_node(op, target, args, kwargs, name)
+    if node.name != name:
+        raise line.error(f"%{name} is a reserved name", token.column)
+    nodes[name] = node
+    return node
+
+
+def _read_target(line: Line, reader: Reader) -> tuple[str, Any]:
+    kind = line.peek.kind
+    if kind in ("tensor", "leaf"):
+        path = _unquote(line.next().text[1:])
+        return ("get_attr" if kind == "tensor" else "call_module"), path
+    if kind == "method":
+        return "call_method", _method(line)
+    if line.take("input"):
+        return "placeholder", line.need("name", "the name of the input").text
+    if line.take("surrogate"):
+        return "call_function", _surrogate(line, reader)
+    if line.take("class"):
+        return "call_function", reader.named_tuple_class(line)
+    return "call_function", _function(line)
+
+
+def _unquote(text: str) -> str:
+    return str(json.loads(text)) if text.startswith('"') else text
+
+
+def _method(line: Line) -> str:
+    name = line.peek.text[1:]
+    hidden = name.startswith("_") and not _OPERATOR_METHOD.fullmatch(name)
+    if hidden or not callable(getattr(torch.Tensor, name, None)):
+        raise line.error(f"a tensor has no method '{name}'")
+    line.next()
+    return name
+
+
+def _surrogate(line: Line, reader: Reader) -> Surrogate:
+    token = line.need("class", "a class (module:name)")
+    try:
+        return Surrogate(functions.import_class(token.text, torch.autograd.Function, reader.modules))
+    except ConfigError as error:
+        raise line.error(str(error), token.column) from error
+
+
+def _function(line: Line) -> Any:
+    token = line.next()
+    path = line.peek.text if token.text == "function" else token.text
+    known = functions.table().get(path)
+    if known is None:
+        raise line.error(f"'{path}' is no function that a graph may call", token.column)
+    return known
+
+
+def _read_arguments(line: Line, reader: Reader) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    line.expect("(")
+    args: list[Any] = []
+    while not line.take(")"):
+        if line.peek.kind == "name" and line.tokens[line.at + 1].text == "=":
+            return tuple(args), reader.keywords(line)
+        args.append(reader.read(line))
+        if not line.take(","):
+            line.expect(")")
+            break
+    return tuple(args), {}
+
+
+def _read_facts(line: Line, node: fx.Node, reader: Reader) -> None:
+    if line.take(":"):
+        known = types.read_type(line, reader)
+        facts.put(node, known if isinstance(known, Value) else Values(known))
+    if line.take("{"):
+        facts.put(node, *reader.sequence(line, "}"))
+    if line.take("from"):
+        facts.put(node, _read_origin(line))
+
+
+def _read_origin(line: Line) -> Origin:
+    module, file, number, made_by = literals.read_path(line), "", 0, "trace"
+    if line.take("at"):
+        file = literals.read_string(line)
+        line.expect(":")
+        number = types.read_int(line)
+    if line.take("by"):
+        made_by = literals.read_path(line)
+    return Origin(module, file, number, made_by)
