@@ -76,10 +76,9 @@ class Ddp(Alone):
             used = {name for name in names if id(self.stage.module.get_parameter(name)) in reached}
             self._empty = not used
             if used:
-                compat.ddp_ignore(self.stage.module, set(names) - used)
-                self._ddp = DistributedDataParallel(
-                    self.stage.module, process_group=self.axis.group, broadcast_buffers=False, init_sync=False
-                )
+                buffers = {name for name, _ in self.stage.module.named_buffers()}
+                compat.ddp_ignore(self.stage.module, (set(names) - used) | buffers)
+                self._ddp = compat.ddp_around(self.stage.module, self.axis.group)
         return self._ddp
 
 

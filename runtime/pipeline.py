@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class Part:
     bound: BoundStage
     inputs: Sequence[Tensor]
     targets: Any = None
+
+    def weighing(self, weight: float) -> Part:
+        """The same microbatch with another weight."""
+        return replace(self, weight=weight)
 
     def specs(self, ports: Sequence[Port]) -> list[Spec]:
         """Name, shape and dtype of the ports' values for this microbatch."""
@@ -77,7 +81,9 @@ class Outbox:
 class Inbox:
     """Receives messages from one neighbour in a known order; one more than is needed now is always posted."""
 
-    def __init__(self, axis: Axis, index: int, messages: Sequence[tuple[int, Sequence[Spec]]], device: torch.device) -> None:
+    def __init__(
+        self, axis: Axis, index: int, messages: Sequence[tuple[int, Sequence[Spec]]], device: torch.device
+    ) -> None:
         """`messages`: for every message to come its microbatch and the values it holds."""
         self._group, self._source, self._device = axis.group, axis.ranks[index], device
         self._coming = iter(messages)
@@ -198,7 +204,9 @@ class Pipeline:
                 self.parallel.backward(roots, grads, last)
         if self._to_previous is not None:
             ports = zip(part.bound.program.receives, flight.received, strict=True)
-            back = [x.grad if x.grad is not None else torch.zeros_like(x) for port, x in ports if _carries_gradient(port)]
+            back = [
+                x.grad if x.grad is not None else torch.zeros_like(x) for port, x in ports if _carries_gradient(port)
+            ]
             with self._at("sending gradients", number):
                 self._to_previous.send(back)
 
@@ -221,7 +229,9 @@ class Pipeline:
             which = "" if microbatch is None else f", microbatch {microbatch}"
             where = f"{self.ranks.place}, stage {self.stage.index}{which}"
             if operation.startswith(("sending", "receiving")) and not isinstance(error, LaunchError):
-                raise LaunchError(f"{operation} failed: {error}", where=where, fix="see the first rank that failed") from error
+                raise LaunchError(
+                    f"{operation} failed: {error}", where=where, fix="see the first rank that failed"
+                ) from error
             error.add_note(f"in {operation} of {where}")
             raise
 

@@ -14,6 +14,7 @@ built, and tensors are looked up by path afterwards: FSDP2 exchanges the paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,12 @@ from torch import Tensor, fx, nn
 
 from snnpart import frameworks, ops
 from snnpart.errors import LaunchError
-from snnpart.graph import BATCH_SIZE, Body
+from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
+from snnpart.runtime.ranks import Ranks
+
+
+_SEED_STEP = 1_000_003
 
 
 class StageModule(Body):
@@ -35,13 +40,18 @@ class StageModule(Body):
 
 @dataclass(frozen=True)
 class BoundStage:
-    """A stage graph over a module. `batch` is the example batch at which its shapes are stated."""
+    """A stage graph over a module, and the network it was lowered from."""
 
     program: StageProgram
-    batch: int
+    source: SpikeGraph
     reads: tuple[int, ...]
     takes_batch: bool
     run: Callable[..., tuple[Any, ...]]
+
+    @property
+    def batch(self) -> int:
+        """The example batch, at which the ports' shapes are stated."""
+        return self.source.batch
 
 
 class Stage:
@@ -56,6 +66,8 @@ class Stage:
         own = {p.name: (_kind(p), tensors[p.name]) for p in program.tensors if p.leaf is None}
         self.module = StageModule(own, self.leaves)
         self.paths = _paths(self.module, tensors)
+        self._seed: int | None = None
+        self._passes = 0
         self._resets = [(frameworks.adapter_for(m), m) for leaf in self.leaves.values() for m in leaf.modules()]
 
     def bind(self, compiled: CompiledProgram, tp_rank: int) -> BoundStage:
@@ -67,7 +79,7 @@ class Stage:
         graph = localise(program.graph, self.device)
         return BoundStage(
             program=program,
-            batch=compiled.source.batch,
+            source=compiled.source,
             reads=tuple(order[name] for name in program.reads),
             takes_batch=BATCH_SIZE in names,
             run=self.module.bind(graph),
@@ -97,9 +109,26 @@ class Stage:
         tail = (size,) if bound.takes_batch else ()
         self.reset()
         try:
-            return self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
+            with self._random_numbers():
+                return self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
         finally:
             self.reset()
+
+    def share_seed(self, ranks: Ranks) -> None:
+        """Have the tp ranks draw the same random numbers from now on: they hold the same replicated activations."""
+        if ranks.mesh.tp > 1:
+            self._seed = ranks.gather(torch.initial_seed(), ranks.axes["tp"])[0] + _SEED_STEP * ranks.at.dp
+
+    @contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        if self._seed is None:
+            yield
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((self._seed + self._passes) % 2**63)
+            self._passes += 1
+            yield
 
     def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
         """Call through the module, so that hooks of a wrapper see it."""
@@ -160,7 +189,9 @@ def localise(graph: fx.Graph, device: torch.device) -> fx.Graph:
 def _copy_reads(graph: fx.Graph, read: fx.Node) -> None:
     with graph.inserting_after(read):
         kept = graph.call_method("clone", (read,))
-    read.replace_all_uses_with(kept, lambda user: user is not kept and not (user.target is ops.assign and user.args[0] is read))
+    read.replace_all_uses_with(
+        kept, lambda user: user is not kept and not (user.target is ops.assign and user.args[0] is read)
+    )
 
 
 def _on(argument: Any, device: torch.device) -> Any:
@@ -185,9 +216,15 @@ def _clone(path: str, program: StageProgram, tensors: Mapping[str, Tensor]) -> n
 
 def _paths(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Where each tensor hangs in the module."""
-    held = {**dict(module.named_buffers(remove_duplicate=False)), **dict(module.named_parameters(remove_duplicate=False))}
+    held = {
+        **dict(module.named_buffers(remove_duplicate=False)),
+        **dict(module.named_parameters(remove_duplicate=False)),
+    }
     by_identity = {id(tensor): path for path, tensor in held.items()}
-    return {name: name if held.get(name) is tensor else by_identity.get(id(tensor), name) for name, tensor in tensors.items()}
+    return {
+        name: name if held.get(name) is tensor else by_identity.get(id(tensor), name)
+        for name, tensor in tensors.items()
+    }
 
 
 def _at(module: nn.Module, path: str) -> Any:

@@ -5,11 +5,13 @@ Nothing else in snnpart imports a torch name that begins with an underscore, `to
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -32,6 +34,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def without_torch_function() -> AbstractContextManager[None]:
+    """A block in which no TorchFunctionMode and no `__torch_function__` is called."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for two living tensors exactly when they share memory."""
     key: int = tensor.untyped_storage()._cdata
@@ -49,6 +57,16 @@ def ddp_ignore(module: nn.Module, names: Iterable[str]) -> None:
     `_set_params_and_buffers_to_ignore_for_model` is the only way to say so; torch keeps it stable for its users.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
+
+
+def ddp_around(module: nn.Module, group: Any) -> DistributedDataParallel:
+    """DDP that only reduces gradients: nothing is synchronised when it is built or before a forward.
+
+    torch 2.14 calls the switch for buffers `forward_sync_buffers` and warns about the old name.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    switch: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    return DistributedDataParallel(module, process_group=group, init_sync=False, **switch)
 
 
 def ddp_expect_backward(ddp: DistributedDataParallel, roots: Sequence[Tensor]) -> None:

@@ -1,0 +1,83 @@
+"""launch: a compiled program starts on the ranks that torchrun started.
+
+Before the first collective of the program all ranks compare fingerprints; a difference is an error on every rank, not a
+hang. A program runs once at a time: a second launch would train two copies of the network under one name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from snnpart.errors import ConfigError, LaunchError
+from snnpart.program import CompiledProgram
+from snnpart.runtime.fingerprint import agree_on_values, check_fingerprints
+from snnpart.runtime.ranks import join
+from snnpart.runtime.running import RunningProgram, Settings
+from snnpart.runtime.signatures import Specialise
+
+TIMEOUT = timedelta(minutes=10)
+_running: weakref.WeakValueDictionary[int, RunningProgram] = weakref.WeakValueDictionary()
+
+
+def launch(
+    compiled: CompiledProgram,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    clip_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
+    specialise: Specialise | None = None,
+    verify: bool = True,
+    expected: Callable[[RunningProgram], Any] | None = None,
+    target_dim: int = 0,
+    check_inputs: bool = True,
+    timeout: timedelta = TIMEOUT,
+) -> RunningProgram:
+    """Start `compiled` on all ranks; without torchrun, on this process alone. Collective.
+
+    dp is what remains of the ranks: world / (tp * pp). Every rank passes its dp rank's batch to the steps.
+
+    Args:
+        optimizer: factory `params -> Optimizer`; with it a train step includes clipping and the update.
+        clip_grad_norm: largest norm of all gradients of the network together.
+        device: default: "cuda" when the network's tensors are there, else "cpu". CUDA uses torchrun's LOCAL_RANK.
+        specialise: `(inputs, training) -> CompiledProgram` for a signature the program was not compiled for.
+        verify: call `expected(running)` once everything stands; it checks the program and raises if it is wrong.
+        target_dim: where the batch is in targets.
+        check_inputs: look for NaN and Inf in every batch (on CUDA the host waits for the answer).
+        timeout: how long a rank waits for another before it fails.
+
+    Raises:
+        LaunchError: the program runs already, the device is not there, or ranks hold different programs.
+        ConfigError: tp * pp does not divide the number of ranks, or an argument cannot be meant.
+    """
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ConfigError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="leave it out not to clip")
+    earlier = _running.get(id(compiled))
+    if earlier is not None and not earlier.closed:
+        raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
+    ranks = join(compiled.plan.pp, compiled.plan.tp, device=_device(compiled, device), timeout=timeout)
+    check_fingerprints(compiled, ranks)
+    values, taken = agree_on_values({name: info.tensor for name, info in compiled.source.tensors.items()}, ranks)
+    settings = Settings(
+        optimizer=optimizer, clip_grad_norm=clip_grad_norm, target_dim=target_dim, check_inputs=check_inputs
+    )
+    running = RunningProgram(compiled, ranks, values, settings, specialise)
+    if taken:
+        running.notice("the ranks held different weights; all start from those of rank 0")
+    _running[id(compiled)] = running
+    if verify and expected is not None:
+        expected(running)
+    return running
+
+
+def _device(compiled: CompiledProgram, asked: torch.device | str | None) -> torch.device:
+    """The device asked for, else the kind of device the network is on."""
+    if asked is not None:
+        return torch.device(asked)
+    kinds = {info.tensor.device.type for info in compiled.source.tensors.values()}
+    return torch.device("cuda" if "cuda" in kinds else "cpu")

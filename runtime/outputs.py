@@ -1,0 +1,26 @@
+"""Outputs of a forward pass: from the last stage to every rank of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snnpart.runtime.ranks import Ranks
+
+
+def share(outputs: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """The last stage's flat outputs on every rank of the pipeline; the other stages give none. Collective over pp."""
+    axis = ranks.axes["pp"]
+    if axis.group is None:
+        return list(outputs)
+    last = axis.size - 1
+    kinds = ranks.gather([(tuple(x.shape), x.dtype) for x in outputs], axis)[last]
+    if axis.index == last:
+        shared = [x.detach().contiguous() for x in outputs]
+    else:
+        shared = [torch.empty(shape, dtype=dtype, device=ranks.device) for shape, dtype in kinds]
+    for x in shared:
+        ranks.broadcast(x.view(torch.uint8) if x.dtype is torch.bool else x, axis, last)
+    return shared

@@ -1,0 +1,90 @@
+"""Which graph a microbatch runs on: the launched one, or one compiled later for another signature.
+
+A signature is what a trace takes as fixed: the sizes of all dims but the batch, the dtypes, and the mode where the
+network branches on it. Another signature (another T, another image size) is compiled once by `specialise`, with the
+plan of the launched program, and bound over the same tensors. The number kept is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snnpart.errors import ConfigError
+from snnpart.graph import SpikeGraph
+from snnpart.program import CompiledProgram
+from snnpart.runtime.microbatch import replace_tensors
+from snnpart.runtime.stage import BoundStage, Stage
+
+Specialise = Callable[[Any, bool], CompiledProgram]
+Signature = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], bool | None]
+KEPT = 8
+_log = logging.getLogger("snnpart")
+
+
+class Signatures:
+    """Bound stage graphs by signature; the launched program's is always kept."""
+
+    def __init__(self, compiled: CompiledProgram, stage: Stage, tp_rank: int, specialise: Specialise | None) -> None:
+        self._source, self._stage, self._tp_rank, self._specialise = compiled.source, stage, tp_rank, specialise
+        example = [(info.shape, info.dtype) for info in self._source.inputs]
+        self._first = self._key(example, self._source.traced_training)
+        self._launched = stage.bind(compiled, tp_rank)
+        self._others: OrderedDict[Signature, BoundStage] = OrderedDict()
+        self.notices: list[str] = []
+
+    def bound(self, inputs: Any, tensors: Sequence[Tensor], training: bool) -> BoundStage:
+        """The graph for one microbatch.
+
+        Args:
+            inputs: the user's nested inputs of the whole batch, for their structure.
+            tensors: the microbatch's tensors.
+
+        Raises:
+            ConfigError: the signature is new and there is nothing to compile it with.
+        """
+        key = self._key([(tuple(x.shape), x.dtype) for x in tensors], training)
+        if key == self._first:
+            return self._launched
+        if key not in self._others:
+            self._others[key] = self._compile(key, replace_tensors(inputs, tensors), training)
+            if len(self._others) > KEPT:
+                self._others.popitem(last=False)
+        self._others.move_to_end(key)
+        return self._others[key]
+
+    def _compile(self, key: Signature, inputs: Any, training: bool) -> BoundStage:
+        if self._specialise is None:
+            raise ConfigError(
+                f"the program was compiled for {_text(self._first)}, not for {_text(key)}",
+                where=f"network '{self._source.name}'",
+                fix="give inputs of that signature; a program loaded from disk cannot be traced for another one",
+            )
+        notice = f"compiled again for {_text(key)}"
+        self.notices.append(notice)
+        _log.info(notice)
+        return self._stage.bind(self._specialise(inputs, training), self._tp_rank)
+
+    def _key(self, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], training: bool) -> Signature:
+        return _signature(self._source, inputs), training if self._source.training_specialised else None
+
+
+def _signature(source: SpikeGraph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Any:
+    """Shapes with -1 at the batch dim, unless the batch itself is fixed."""
+    sizes = []
+    for info, (shape, dtype) in zip(source.inputs, inputs, strict=True):
+        free = None if source.batch_fixed else info.batch_dim
+        sizes.append((tuple(-1 if dim == free else size for dim, size in enumerate(shape)), dtype))
+    return tuple(sizes)
+
+
+def _text(key: Signature) -> str:
+    shapes, training = key
+    mode = "" if training is None else ", training mode" if training else ", eval mode"
+    inputs = ", ".join(f"{str(d).removeprefix('torch.')}{[('N' if n < 0 else n) for n in s]}" for s, d in shapes)
+    return (inputs + mode).replace("'", "")

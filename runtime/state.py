@@ -1,0 +1,124 @@
+"""The way between local slices and the user's full tensors, under the user's own names.
+
+A full tensor is put together in three steps: over dp (FSDP2's shards; buffers are those of dp rank 0), over tp (the
+pieces each rank holds), over pp (the owning stage gives it to the others). Every rank gets it, on the CPU.
+
+The state has the keys of the user's `state_dict()`, aliases of tied tensors and unused tensors included, and besides
+the learned tensors that the user did not register (fields of a NamedTuple): leaving them out would lose training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from snnpart import ops
+from snnpart.errors import CheckpointError
+from snnpart.graph import TensorInfo
+from snnpart.program import CompiledProgram, TensorSlice
+from snnpart.runtime.collectives import gather_over
+from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.stage import Stage
+
+
+class FullState:
+    """Full tensors of a running program. All methods that move tensors are collective."""
+
+    def __init__(self, compiled: CompiledProgram, stage: Stage, ranks: Ranks, values: Mapping[str, Tensor]) -> None:
+        self._infos, self._stage, self._ranks = compiled.source.tensors, stage, ranks
+        self._parts: dict[str, dict[int, TensorSlice]] = {}
+        self._owner: dict[str, int] = {}
+        for (index, tp_rank), program in compiled.stages.items():
+            for part in program.tensors:
+                self._owner[part.name] = index
+                self._parts.setdefault(part.name, {})[tp_rank] = part
+        nowhere = set(self._infos) - set(self._owner)
+        self._idle = {name: values[name].detach().cpu().clone() for name in self._infos if name in nowhere}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Full tensors on the CPU under the keys of the user's state_dict."""
+        names = [name for name, info in self._infos.items() if _is_state(info)]
+        full = self.gather(names, self._stage.tensor)
+        return {key: full[name] for name in names for key in (name, *self._infos[name].aliases)}
+
+    def gather(self, names: Iterable[str], local: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The full tensors of these names; `local` gives this stage's part of one."""
+        return {name: self._idle[name].clone() if name in self._idle else self._full(name, local) for name in names}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The full gradients of the parameters that have one."""
+        held = {name: p.grad for name, p in self._stage.parameters() if p.grad is not None}
+        present = {name for names in self._ranks.gather(sorted(held), self._ranks.axes["pp"]) for name in names}
+        return self.gather([name for name in self._infos if name in present], lambda name: held[name])
+
+    def _full(self, name: str, local: Callable[[str], Tensor]) -> Tensor:
+        parts, ranks = self._parts[name], self._ranks
+        axis, owner = ranks.axes["pp"], self._owner[name]
+        if axis.index == owner:
+            whole = self._over_dp_and_tp(parts, local(name).detach())
+        else:
+            whole = torch.empty(parts[0].global_shape, dtype=parts[0].dtype, device=ranks.device)
+        ranks.broadcast(whole, axis, owner)
+        return whole.cpu()
+
+    def _over_dp_and_tp(self, parts: Mapping[int, TensorSlice], local: Tensor) -> Tensor:
+        part, ranks = parts[0], self._ranks
+        if isinstance(local, DTensor):
+            local = local.full_tensor()
+        elif part.kind != "parameter":
+            local = local.clone()
+            ranks.broadcast(local, ranks.axes["dp"], 0)
+        if part.dim is None:
+            return local.clone(memory_format=torch.contiguous_format)
+        return gather_over(local, ranks.axes["tp"], part.dim, [parts[r].pieces for r in sorted(parts)]).clone()
+
+    def load(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take each rank's slices from full tensors.
+
+        Raises:
+            CheckpointError: on every rank, when keys are missing or unexpected (strict) or a shape is another. Nothing
+                is changed then.
+        """
+        self._ranks.agree(self._problem(state, strict))
+        with torch.no_grad():
+            for name, info in self._infos.items():
+                key = next((key for key in (name, *info.aliases) if key in state), None)
+                if key is not None and _is_state(info):
+                    self._put(name, state[key])
+
+    def _problem(self, state: Mapping[str, Any], strict: bool) -> CheckpointError | None:
+        known = {key: info for info in self._infos.values() if _is_state(info) for key in (info.name, *info.aliases)}
+        unexpected = sorted(set(state) - set(known))
+        missing = [i.name for i in known.values() if not {i.name, *i.aliases} & set(state)]
+        if strict and (missing or unexpected):
+            return CheckpointError(
+                f"missing keys {missing[:5]}, unexpected keys {unexpected[:5]}",
+                fix="load a state_dict() of the same network, or pass strict=False",
+            )
+        for key, info in known.items():
+            if key in state and tuple(state[key].shape) != tuple(info.tensor.shape):
+                return CheckpointError(
+                    f"'{key}' has shape {tuple(state[key].shape)} there and {tuple(info.tensor.shape)} in the network"
+                )
+        return None
+
+    def _put(self, name: str, whole: Tensor) -> None:
+        if name in self._idle:
+            self._idle[name].copy_(whole)
+        elif name in self._stage.slices:
+            part, target = self._stage.slices[name], self._stage.tensor(name)
+            cut = whole if part.dim is None else ops.select_pieces(whole, part.dim, part.pieces)
+            local = cut.detach().to(target.device, target.dtype)
+            if isinstance(target, DTensor):
+                local = distribute_tensor(local.contiguous(), target.device_mesh, target.placements)
+            target.copy_(local)
+
+
+def _is_state(info: TensorInfo) -> bool:
+    if not info.registered:
+        return info.tensor.requires_grad
+    return info.kind == "parameter" or (info.kind == "buffer" and info.persistent)
