@@ -1,0 +1,50 @@
+"""BatchNorm as one node, `ops.batch_norm`, that holds for training and eval mode.
+
+The layer's running statistics must be tensors of the network: the node updates them where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from snnpart import ops
+from snnpart.trace.flags import TrainingFlag
+from snnpart.trace.recorder import Call, How, Recorder
+
+
+def record_batch_norm(
+    recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, count: Tensor | None, training: TrainingFlag | bool, momentum: float | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Record one `ops.batch_norm` and return its result. Arguments as there; `x` [N, C, ...]."""
+    given = (x, weight, bias, running_mean, running_var, count)
+    with recorder.pause():
+        fakes = [None if tensor is None else recorder.fake(tensor) for tensor in given]
+        _check_statistics(recorder, fakes[3:])
+        value = training.value if isinstance(training, TrainingFlag) else bool(training)
+        out = _infer(recorder, fakes, value or running_mean is None)
+        inputs = [tensor for tensor in fakes if tensor is not None]
+        detached = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        call = Call(How("batch_norm", (), {}), inputs, out, detached)
+        recorder.emit("call_function", ops.batch_norm, (*fakes, training, momentum, eps), {}, call)
+    return out
+
+
+def _check_statistics(recorder: Recorder, statistics: list[Tensor | None]) -> None:
+    if any(tensor is not None and recorder.node(tensor).op != "get_attr" for tensor in statistics):
+        raise recorder.error(
+            "the running statistics of a batch norm are not buffers of a module, or were written in forward",
+            "register them as buffers and let the batch norm alone update them",
+        )
+
+
+def _infer(recorder: Recorder, fakes: list[Tensor | None], use_batch: bool) -> Tensor:
+    """The result's shape, type and gradient; no running statistics are written."""
+    x, weight, bias, mean, var, _ = fakes
+    assert x is not None
+    with recorder.fakes:
+        if use_batch:
+            return F.batch_norm(x, None, None, weight, bias, True)
+        return F.batch_norm(x, mean, var, weight, bias, False)

@@ -1,0 +1,219 @@
+"""One run of the model under all patches: from blank inputs to a finished fx graph.
+
+With `time_steps=T` the module is called T times in the same run: an input with a time dim gives its slice of step t, one
+without is given unchanged; every output is stacked over the steps along dim 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from snnpart import facts, ops
+from snnpart.errors import ConfigError, SnnpartError, TraceError
+from snnpart.facts import Value
+from snnpart.frameworks import preserved, reset_state
+from snnpart.graph import Assumption, LeafInfo, StateSlot
+from snnpart.trace import places
+from snnpart.trace.calls import ExampleCall
+from snnpart.trace.mode import RecordingMode
+from snnpart.trace.modules import Modules, modules_recorded, where
+from snnpart.trace.recorder import Recorder
+from snnpart.trace.roots import Root, find_roots
+from snnpart.trace.states import Before, NewBuffer
+from snnpart.trace.surrogates import functions_recorded
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to trace, apart from the batch size."""
+
+    model: nn.Module
+    call: ExampleCall
+    training: bool
+    time_steps: int | None
+    reset: Callable[[nn.Module], Any] | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run gave. `output_names` and the graph's output tuple go together."""
+
+    batch: int | None
+    graph: fx.Graph
+    output_names: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    out_constants: dict[int, Any]
+    roots: dict[int, Root]
+    leaves: dict[str, LeafInfo]
+    states: tuple[StateSlot, ...]
+    assumptions: tuple[Assumption, ...]
+    specialised: bool
+
+
+def record(request: Request, batch: int | None) -> Recording:
+    """Run the model once at this batch size; it is left as it was.
+
+    Raises:
+        TraceError: forward does something that no graph can hold, or fails.
+    """
+    model = request.model
+    with preserved(model):
+        reset_state(model, request.reset)
+        modules = Modules(model)
+        recorder = Recorder(find_roots(model, modules.is_leaf), request.training)
+        before = Before(model, modules.is_leaf)
+        inputs = _placeholders(recorder, request.call, batch)
+        with _patched(recorder, modules):
+            out = _run(recorder, request, inputs)
+        recorder.finish()
+        with recorder.pause():
+            names, spec, constants = _outputs(recorder, out, states := _settle(recorder, before))
+    return Recording(
+        batch, recorder.graph, names, spec, constants, recorder.roots, modules.called, states,
+        tuple(recorder.assumptions.values()), recorder.specialised,
+    )  # fmt: skip
+
+
+@contextmanager
+def _patched(recorder: Recorder, modules: Modules) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(functions_recorded(recorder))
+        stack.enter_context(modules_recorded(recorder, modules))
+        stack.enter_context(RecordingMode(recorder))
+        yield
+
+
+def _placeholders(recorder: Recorder, call: ExampleCall, batch: int | None) -> list[Tensor]:
+    with recorder.fakes:
+        inputs = call.blank(batch)
+    for info, tensor in zip(call.infos, inputs, strict=True):
+        recorder.bind(tensor, recorder.graph.placeholder(info.name))
+    return inputs
+
+
+def _run(recorder: Recorder, request: Request, inputs: list[Tensor]) -> Any:
+    try:
+        if request.time_steps is None:
+            args, kwargs = request.call.arguments(inputs)
+            return request.model(*args, **kwargs)
+        return _run_steps(request, inputs, request.time_steps)
+    except SnnpartError:
+        raise
+    except Exception as error:
+        origin = places.raised_at(where(recorder, error), error.__traceback__)
+        raise TraceError(
+            f"forward failed on tensors without data: {type(error).__name__}: {error}",
+            where=places.describe(origin),
+            fix="check that the model runs on the example inputs; code that needs data cannot be traced",
+        ) from error
+
+
+def _run_steps(request: Request, inputs: list[Tensor], steps: int) -> Any:
+    outs = []
+    for step in range(steps):
+        now = [
+            x if info.time_dim is None else x.select(info.time_dim, step)
+            for info, x in zip(request.call.infos, inputs, strict=True)
+        ]
+        args, kwargs = request.call.arguments(now)
+        outs.append(pytree.tree_flatten(request.model(*args, **kwargs)))
+    (first, spec), last = outs[0], outs[-1][0]
+    if any(other != spec for _, other in outs):
+        raise ConfigError("the module returns another structure at different time steps", fix="return the same at each step")
+    stacked = [
+        torch.stack([leaves[i] for leaves, _ in outs], 0) if isinstance(leaf, Tensor) else last[i]
+        for i, leaf in enumerate(first)
+    ]
+    return pytree.tree_unflatten(stacked, spec)
+
+
+def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
+    """Write changed buffers back at the end of the graph; everything else that changed is state."""
+    states: list[StateSlot] = []
+    values: list[tuple[str, fx.Node]] = []
+    for root, node in recorder.written():
+        if root.kind == "parameter":
+            raise TraceError(
+                f"forward writes into the parameter '{root.name}'",
+                where=places.describe(facts.origin(node)),
+                fix="keep what changes in a buffer",
+            )
+        if root.registered:
+            values.append((root.name, node))
+        else:
+            states.append(_slot(root))
+    for found in before.buffers():
+        if isinstance(found, StateSlot):
+            states.append(found)
+            name = ".".join(part for part in (found.module, found.name) if part)
+            recorder.assume("state", f"buffer '{name}' changes its shape in forward: it is state, reset before every window")
+        elif isinstance(found, NewBuffer):
+            values.append((found.name, recorder.node(found.after)))
+    for name, node in values:
+        _assign(recorder, name, node)
+    known = {(slot.module, slot.name) for slot in states}
+    return (*states, *(slot for slot in before.slots() if (slot.module, slot.name) not in known))
+
+
+def _slot(root: Root) -> StateSlot:
+    module, _, name = root.name.rpartition(".")
+    return StateSlot(module, name, f"tensor{list(root.tensor.shape)}")
+
+
+def _assign(recorder: Recorder, name: str, value: fx.Node) -> None:
+    """`ops.assign` at the end. What read the buffer before reads a copy, as the write must not change it afterwards."""
+    graph = recorder.graph
+    read = next((n for n in graph.nodes if n.op == "get_attr" and n.target == name), None)
+    if read is None:
+        read = graph.create_node("get_attr", name)
+        facts.put(read, *facts.every(value).values())
+    elif read.users or read is value:
+        with graph.inserting_after(read):
+            copy = graph.call_function(torch.clone, (read,))
+        facts.put(copy, *facts.every(read).values())
+        read.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        value = copy if value is read else value
+    root = next(root for root in recorder.roots.values() if root.name == name)
+    recorder.used[name] = root
+    facts.put(graph.call_function(ops.assign, (read, value)), facts.origin(value))
+
+
+def _outputs(
+    recorder: Recorder, out: Any, states: tuple[StateSlot, ...]
+) -> tuple[tuple[str, ...], pytree.TreeSpec, dict[int, Any]]:
+    """Close the graph; names, structure and constants of the output."""
+    keyed, spec = pytree.tree_flatten_with_path(out)
+    names: list[str] = []
+    nodes: list[fx.Node] = []
+    constants: dict[int, Any] = {}
+    for position, (path, leaf) in enumerate(keyed):
+        if isinstance(leaf, Tensor):
+            keys = (str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+            names.append(".".join(("output", *keys)))
+            nodes.append(recorder.node(leaf))
+        elif isinstance(leaf, (int, float, str, bool, type(None))):
+            constants[position] = leaf
+        else:
+            raise TraceError(
+                f"forward returns a {type(leaf).__name__}, which no graph can hold",
+                fix="return tensors, numbers and None, in tuples, lists, dicts or named tuples",
+            )
+    if not nodes:
+        raise TraceError("forward returns no tensor", fix="return at least one tensor")
+    recorder.graph.output(tuple(nodes))
+    return tuple(names), spec, constants
+
+
+def value_of(node: fx.Node) -> Value | None:
+    return facts.get(node, Value)

@@ -1,0 +1,162 @@
+"""`autograd.Function` classes: `cls.apply(...)` becomes one node, `ops.Surrogate(cls)`, with the class's own backward.
+
+`forward` of every class is wrapped, not `apply`: a reference bound early (`spike = Spike.apply`, the commonest idiom)
+would miss a new `apply`, while torch looks `forward` up on the class at every call. Classes made while tracing are
+wrapped when they are made.
+
+Re-entrant `torch.utils.checkpoint` is a Function too, but its forward is the user's own code: it is traced through, so
+that the state of neurons inside advances once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils import checkpoint
+
+from snnpart import ops
+from snnpart.compat import version
+from snnpart.trace.recorder import Call, How, Recorder
+
+_MISSING = object()
+
+
+@contextmanager
+def functions_recorded(recorder: Recorder) -> Iterator[None]:
+    """Record `apply` of every autograd.Function class inside the block."""
+    patches = _Patches(recorder)
+    make = type(Function).__init__
+
+    def making(cls: Any, *args: Any, **kwargs: Any) -> None:
+        make(cls, *args, **kwargs)
+        patches.wrap(cls)
+
+    try:
+        for cls in _subclasses(Function):
+            patches.wrap(cls)
+        type(Function).__init__ = making  # type: ignore[method-assign]
+        with _checkpoints_inline(recorder):
+            yield
+    finally:
+        type(Function).__init__ = make  # type: ignore[method-assign]
+        patches.undo()
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    seen: set[type] = set()
+    waiting = [cls]
+    while waiting:
+        for sub in waiting.pop().__subclasses__():
+            if sub not in seen:
+                seen.add(sub)
+                waiting.append(sub)
+                yield sub
+
+
+class _Patches:
+    """The wrapped classes, with what their own `forward` and `setup_context` were."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._saved: list[tuple[type, str, Any]] = []
+        self._originals: dict[type, Callable[..., Any]] = {}
+
+    def wrap(self, cls: Any) -> None:
+        """Wrap a class's `forward` and, in the style that has one, its `setup_context`."""
+        if cls is checkpoint.CheckpointFunction or cls in self._originals or _own_forward(cls) is None:
+            return
+        separate = cls.setup_context is not Function.setup_context
+        self._originals[cls] = _own_forward(cls)  # type: ignore[assignment]
+        self._replace(cls, "forward", _forward(self.recorder, cls, self._originals[cls], separate))
+        if separate:
+            self._replace(cls, "setup_context", _unrecorded(self.recorder, cls.setup_context))
+
+    def _replace(self, cls: type, name: str, function: Callable[..., Any]) -> None:
+        self._saved.append((cls, name, cls.__dict__.get(name, _MISSING)))
+        setattr(cls, name, staticmethod(function))
+
+    def undo(self) -> None:
+        for cls, name, before in reversed(self._saved):
+            if before is _MISSING:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, before)
+
+
+def _own_forward(cls: Any) -> Callable[..., Any] | None:
+    """The static forward that a class defines or inherits, before any wrapping; None when there is none."""
+    found = getattr(cls, "forward", None)
+    found = getattr(found, "_snnpart_original", found)
+    return None if found is None or found is Function.forward else found
+
+
+def _unrecorded(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_context(*args: Any, **kwargs: Any) -> Any:
+        with recorder.pause():
+            return original(*args, **kwargs)
+
+    return setup_context
+
+
+def _forward(recorder: Recorder, cls: type[Function], original: Callable[..., Any], separate: bool) -> Callable[..., Any]:
+    """`original` on fake tensors, recorded as one node. `separate`: the style with setup_context has no ctx here."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if recorder.paused:
+            return original(*args, **kwargs)
+        context, inputs = ((), args) if separate else (args[:1], args[1:])
+        with recorder.pause():
+            return _record(recorder, cls, original, context, inputs, kwargs)
+
+    forward._snnpart_original = original  # type: ignore[attr-defined]
+    return forward
+
+
+def _record(
+    recorder: Recorder, cls: type[Function], original: Callable[..., Any], context: tuple[Any, ...],
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    fakes = tuple(recorder.fake(arg) if isinstance(arg, Tensor) else arg for arg in args)
+    tensors = [arg for arg in fakes if isinstance(arg, Tensor)]
+    versions = [version(tensor) for tensor in tensors]
+    with recorder.fakes:
+        out = original(*context, *fakes, **kwargs)
+        out = tuple(_own(item, tensors) for item in out) if isinstance(out, tuple) else _own(out, tensors)
+    if any(version(tensor) != before for tensor, before in zip(tensors, versions, strict=True)):
+        raise recorder.error(f"{cls.__qualname__}.forward writes into its inputs", "return a new tensor instead")
+    recorder.emit("call_function", ops.Surrogate(cls), fakes, kwargs, Call(How("apply", (), {}), tensors, out, False))
+    for item in out if isinstance(out, tuple) else (out,):
+        if isinstance(item, Tensor):
+            recorder.from_function(item, tensors)
+    return out
+
+
+def _own(item: Any, inputs: list[Tensor]) -> Any:
+    """A result that is an input itself becomes a tensor of its own, as apply would make it."""
+    return item.clone() if isinstance(item, Tensor) and any(item is one for one in inputs) else item
+
+
+@contextmanager
+def _checkpoints_inline(recorder: Recorder) -> Iterator[None]:
+    cls = checkpoint.CheckpointFunction
+    before = cls.__dict__.get("apply", _MISSING)
+
+    def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        recorder.assume("checkpoint", "torch.utils.checkpoint is traced through; its regions are not kept")
+        needed = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+            return run(*args)
+
+    cls.apply = staticmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            del cls.apply
+        else:
+            cls.apply = before  # type: ignore[method-assign]
