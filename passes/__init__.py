@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from snnpart.pass_manager import Pass
+from snnpart.passes.analyze.cost import AnalyzeCost
+from snnpart.passes.analyze.domain import AnalyzeDomain
+from snnpart.passes.analyze.repeats import AnalyzeRepeats
+from snnpart.passes.analyze.state import AnalyzeState
+from snnpart.passes.analyze.time import AnalyzeTime
 from snnpart.passes.rewrite.canonicalize import Canonicalize
 
 REWRITE: tuple[Pass, ...] = (Canonicalize(),)
+ANALYZE: tuple[Pass, ...] = (AnalyzeState(), AnalyzeTime(), AnalyzeDomain(), AnalyzeCost(), AnalyzeRepeats())

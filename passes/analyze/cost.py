@@ -1,0 +1,154 @@
+"""analyze-cost: what every node computes, moves and keeps, and how long that takes on a machine.
+
+Counted at the example batch. flops: 2 for a multiply-add. read and written: each operand and each result once.
+saved: bytes that autograd keeps from forward for backward, each value counted where it is saved first. A multi-step neuron
+runs its element-wise operations T times, one launch each; a view costs nothing. Backward of a product needs one product
+for each operand that requires grad; other operations need about what forward needs.
+
+Time is the profile's roofline: launches + max(flops / rate, bytes / copy rate).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.costs import MachineProfile, default_profile
+from snnpart.facts import Cost, Value, Values
+from snnpart.frameworks import adapter_for
+from snnpart.graph import SpikeGraph
+from snnpart.passes.analyze import kinds
+from snnpart.passes.analyze.kinds import first_value, name_of, value_of
+
+_SAVES_INPUT = frozenset({"conv", "linear", "matmul", "norm", "surrogate", "leaf", "pool"})
+_SAVES_BOTH = frozenset("mul div pow maximum minimum where".split())
+_SAVES_RESULT = frozenset("relu sigmoid tanh exp sqrt rsqrt reciprocal softmax log_softmax".split())
+_SAVES_MASK = frozenset("dropout clamp abs hardtanh relu6".split())
+_NEURON_STEP_SAVES = 2
+"""Values of the input's size that a neuron keeps for each step: membrane before and after the spike."""
+
+
+@dataclass(frozen=True)
+class AnalyzeCost:
+    """Writes `Cost` on every node that makes a tensor; `profile` None means the default machine profile."""
+
+    name: ClassVar[str] = "analyze-cost"
+    reads: ClassVar[tuple[type, ...]] = (Value,)
+    writes: ClassVar[tuple[type, ...]] = (Cost,)
+    tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
+
+    profile: MachineProfile | None = None
+
+    def run(self, graph: SpikeGraph) -> None:
+        profile = self.profile or default_profile()
+        kept: set[fx.Node] = set()
+        for node in graph.graph.nodes:
+            if node.op != "output" and first_value(node) is not None:
+                facts.put(node, _cost(node, graph, profile, kept))
+
+
+def _cost(node: fx.Node, graph: SpikeGraph, profile: MachineProfile, kept: set[fx.Node]) -> Cost:
+    value = first_value(node)
+    if value is None or node.op in ("placeholder", "get_attr") or name_of(node) in kinds.VIEWS:
+        return Cost()
+    launches, per_element = _steps(node, graph)
+    flops = launches * per_element if node.op == "call_module" else _flops(node, value)
+    read, written = sum(_bytes(item) for item in kinds.tensor_inputs(node)), _bytes(node)
+    if node.op == "call_module":
+        read, written = read * per_element, written * per_element
+        flops = per_element * value.numel
+    grads = _gradients(node, value)
+    us = profile.kernel_us(flops, read + written, value.dtype) + (launches - 1) * profile.launch_us
+    back = us + (grads - 1) * (us - launches * profile.launch_us) if grads else 0.0
+    return Cost(
+        flops=flops,
+        read=read,
+        written=written,
+        saved=_saved(node, value, kept) if grads else 0.0,
+        backward_flops=flops * grads,
+        forward_us=us,
+        backward_us=back,
+    )
+
+
+def _steps(node: fx.Node, graph: SpikeGraph) -> tuple[float, float]:
+    """Kernel launches of a call, and element-wise operations for each element."""
+    if node.op != "call_module":
+        return 1.0, 1.0
+    module = graph.leaves[str(node.target)].module
+    adapter = adapter_for(module)
+    per_element, dim = max(adapter.flops_per_element(module), 1.0), adapter.time_dim(module)
+    value = first_value(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    steps = value.shape[dim] if value is not None and dim is not None and dim < len(value.shape) else 1
+    return steps * per_element, per_element
+
+
+def _flops(node: fx.Node, value: Value) -> float:
+    kind = kinds.kind_of(node)
+    if kind == "conv":
+        return _convolution_flops(node, value)
+    if kind in ("linear", "matmul"):
+        left = value_of(node.args[0])
+        return 2.0 * value.numel * (left.shape[-1] if left is not None and left.shape else 1)
+    if kind == "norm":
+        return 8.0 * value.numel
+    inputs = [first_value(item) for item in kinds.tensor_inputs(node)]
+    return float(max([value.numel, *(item.numel for item in inputs if item is not None)]))
+
+
+def _convolution_flops(node: fx.Node, value: Value) -> float:
+    """Two for each weight that meets an output element (for a transposed one: an input element)."""
+    source, weight = value_of(node.args[0]), value_of(kinds.argument(node, 1, "weight"))
+    if source is None or weight is None:
+        return 0.0
+    elements = source.numel if "transpose" in name_of(node) else value.numel
+    return 2.0 * elements * math.prod(weight.shape[1:])
+
+
+def _gradients(node: fx.Node, value: Value) -> int:
+    """How many gradients backward computes: of each operand of a product that needs one, else one or none."""
+    if not value.requires_grad:
+        return 0
+    if kinds.kind_of(node) not in ("conv", "linear", "matmul"):
+        return 1
+    operands = [value_of(item) for item in node.args[:2]]
+    return max(1, sum(item is not None and item.requires_grad for item in operands))
+
+
+def _bytes(node: fx.Node) -> float:
+    value, several = facts.get(node, Value), facts.get(node, Values)
+    if value is not None:
+        return float(value.bytes)
+    return float(sum(item.bytes for item in several.items if isinstance(item, Value))) if several is not None else 0.0
+
+
+def _saved(node: fx.Node, value: Value, kept: set[fx.Node]) -> float:
+    """Bytes of values that this node is the first to keep; those of parameters are not counted."""
+    name, kind = name_of(node), kinds.kind_of(node)
+    if name in _SAVES_MASK:
+        return float(value.numel)
+    keeps: list[fx.Node] = []
+    if name in _SAVES_RESULT:
+        keeps = [node]
+    elif kind in _SAVES_INPUT or name in _SAVES_BOTH:
+        keeps = kinds.tensor_inputs(node)
+    own = _NEURON_STEP_SAVES * float(value.bytes) if kind == "leaf" else 8.0 * value.numel * name.startswith("max_pool")
+    return own + sum(_keep(_storage(item), kept) for item in keeps)
+
+
+def _keep(node: fx.Node, kept: set[fx.Node]) -> float:
+    if node in kept or node.op == "get_attr":
+        return 0.0
+    kept.add(node)
+    return _bytes(node)
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The node whose memory this value is: views keep their source alive."""
+    while name_of(node) in kinds.VIEWS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node

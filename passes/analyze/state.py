@@ -1,0 +1,35 @@
+"""analyze-state: which calls belong to which neuron layer, in order.
+
+A layer keeps its state between its calls, so call k of a layer comes after call k-1 whatever the data flow says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.facts import State
+from snnpart.graph import SpikeGraph
+
+
+@dataclass(frozen=True)
+class AnalyzeState:
+    """Writes `State` on every call of a neuron layer."""
+
+    name: ClassVar[str] = "analyze-state"
+    reads: ClassVar[tuple[type, ...]] = ()
+    writes: ClassVar[tuple[type, ...]] = (State,)
+    tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
+
+    def run(self, graph: SpikeGraph) -> None:
+        calls: defaultdict[str, list[fx.Node]] = defaultdict(list)
+        for node in graph.graph.nodes:
+            if node.op == "call_module" and graph.leaves[str(node.target)].neuron:
+                calls[str(node.target)].append(node)
+        for module, nodes in calls.items():
+            for call, node in enumerate(nodes):
+                facts.put(node, State(module, call, len(nodes)))
