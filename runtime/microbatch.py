@@ -1,7 +1,7 @@
 """Batches into microbatches and back.
 
-A batch of N samples is cut into parts whose sizes differ by one at most, along the batch dim of every input; the outputs
-are put together along theirs. Losses are means over samples, so a part of n samples weighs n / N.
+A batch of N samples is cut into parts whose sizes differ by one at most, along the batch dim of every input; the
+outputs are put together along theirs. Losses are means over samples, so a part of n samples weighs n / N.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def part_sizes(batch: int, parts: int) -> list[int]:
     if batch < parts:
         raise ConfigError(
             f"a batch of {batch} samples cannot be cut into {parts} microbatches",
-            fix=f"give at least {parts} samples to each data-parallel rank, or compile with microbatches={max(batch, 1)}",
+            fix=f"give each data-parallel rank at least {parts} samples, or compile with microbatches={max(batch, 1)}",
         )
     return [batch // parts + (i < batch % parts) for i in range(parts)]
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,8 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = mesh_for(size, pp=pp, tp=tp)
     axes = {name: _axis(mesh, rank, along, timeout) for name, along in _ALONG.items()}
-    world = Axis(dist.group.WORLD if size > 1 else None, rank, tuple(range(size)))
+    everyone = cast("dist.ProcessGroup", dist.group.WORLD) if size > 1 else None
+    world = Axis(everyone, rank, tuple(range(size)))
     owned = tuple(axis.group for axis in axes.values() if axis.group is not None)
     return Ranks(rank, mesh, device, axes, world, owns_world, owned)
 

@@ -9,8 +9,8 @@ One train step:
     loss        the same number on every rank
     optimizer   clip, step
 
-The loss is the mean over the samples of all dp ranks, and gradients are of that: with equal batches on all dp ranks they
-are the mean of the ranks' gradients, as DDP's are; with unequal ones a sample still counts as much as any other.
+The loss is the mean over the samples of all dp ranks, and gradients are of that: with equal batches on all dp ranks
+they are the mean of the ranks' gradients, as DDP's are; with unequal ones a sample still counts as much as any other.
 """
 
 from __future__ import annotations

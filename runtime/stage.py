@@ -27,7 +27,6 @@ from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.ranks import Ranks
 
-
 _SEED_STEP = 1_000_003
 
 

@@ -21,7 +21,7 @@ def batch(seed: int, size: int) -> tuple[Tensor, Tensor]:
 def train_handmade(
     sizes: list[list[int]], *, lr: float = 0.1, clip: float | None = None, **lowering: Any
 ) -> dict[str, Any]:
-    """Train steps with SGD and momentum; `sizes[step][dp rank]` samples each. Losses, first gradients, state, outputs."""
+    """Train steps with SGD and momentum; `sizes[step][dp rank]` samples each."""
     program = compile_by_hand(make_net(), **lowering)
     factory = lambda params: torch.optim.SGD(params, lr=lr, momentum=0.9)
     running = launch(program, optimizer=factory, clip_grad_norm=clip)
