@@ -136,11 +136,12 @@ def usable_device(device: torch.device) -> torch.device:
 def _axis(mesh: Mesh, rank: int, along: str, timeout: timedelta) -> Axis:
     """The group of this rank along a mesh axis. torch wants every rank to make every group, in one order."""
     own = mesh.group(along, rank)
-    group = None
+    group: dist.ProcessGroup | None = None
     if len(own) > 1:
         for ranks in sorted({mesh.group(along, other) for other in range(mesh.size)}):
             made = dist.new_group(list(ranks), timeout=timeout)
-            group = made if ranks == own else group
+            if ranks == own and isinstance(made, dist.ProcessGroup):
+                group = made
     return Axis(group, own.index(rank), own)
 
 

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 -m snnpart run TRAINED --data FILE.npz --predict OUT.npz
 
 Every rank reads the same data and takes its dp rank's samples. The first output of the network is its answer, averaged
-over its time dim if it has one: scores of classes for integer targets (cross-entropy), values for others (squared error).
+over its time dim if it has one: scores of classes for integer targets (cross-entropy), else values (squared error).
 """
 
 from __future__ import annotations
