@@ -1,0 +1,16 @@
+"""The gate: after a compile, the program is compared with the user's own module before it is let through.
+
+    observe   runs the module, and the traced graph, on copies, and keeps what they computed
+    compare   two observations: outputs, every gradient, every buffer
+    locate    the first node whose value differs, for the message
+    check     check_trace and check_program
+
+Both sides start from the same state and the same random numbers, and the same random cotangent goes into backward. The
+cost is one forward and backward of the module and one of the graph. A layer that is silent (or always on) in the
+example proves nothing: such layers are listed as unverified.
+"""
+
+from snnpart.gate.check import GateReport, check_program, check_trace
+from snnpart.gate.compare import Differences
+
+__all__ = ["Differences", "GateReport", "check_program", "check_trace"]

@@ -1,0 +1,168 @@
+"""The gate lets equal graphs through and names what differs in others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from snnpart.errors import VerifyError
+from snnpart.gate import check_trace
+from snnpart.graph import SpikeGraph
+from snnpart.trace import trace
+from tests.zoo_models import Lif, Spike
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.lif, self.b = nn.Linear(4, 6), nn.BatchNorm1d(6), Lif(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(x.shape[0], 3)
+        for _ in range(3):
+            out = out + self.b(F.dropout(self.lif(self.bn(self.a(x)) + 0.5), 0.25, self.training))
+        return out
+
+
+def traced(model: nn.Module, x: Tensor, training: bool = True) -> SpikeGraph:
+    return trace(model, x, training=training)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 4)
+
+
+def change(graph: SpikeGraph, name: str, argument: int, value: object) -> None:
+    """Break the graph: give the node with this name another argument."""
+    node = next(n for n in graph.graph.nodes if n.name == name)
+    node.args = (*node.args[:argument], value, *node.args[argument + 1 :])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_equal_graph_passes(x: Tensor, training: bool) -> None:
+    net = Net().train(training)
+    report = check_trace(net, traced(net, x, training), x)
+    assert (report.traced.output, report.traced.gradient, report.traced.buffer, report.traced.flips) == (0, 0, 0, 0)
+    assert report.program is None and report.seconds > 0 and report.unverified == {}
+
+
+def test_the_module_is_left_as_it_was(x: Tensor) -> None:
+    net = Net()
+    net(x).sum().backward()
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    values = {name: value.clone() for name, value in net.state_dict().items()}
+    membrane, flags = net.lif.mem, [m.training for m in net.modules()]
+    random = torch.get_rng_state()
+    check_trace(net, traced(net, x), x)
+    assert all(p.grad is gradients[name] for name, p in net.named_parameters())
+    assert all(torch.equal(values[name], value) for name, value in net.state_dict().items())
+    assert net.lif.mem is membrane and flags == [m.training for m in net.modules()]
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_wrong_constant_is_named_with_its_node_and_line(x: Tensor) -> None:
+    net = Net()
+    graph = traced(net, x)
+    change(graph, "sub", 1, 0.9)
+    with pytest.raises(VerifyError) as error:
+        check_trace(net, graph, x)
+    text = str(error.value)
+    assert "the traced graph differs from the module: output '0' by" in text
+    assert "module 'lif'" in text and "zoo_models.py:" in text and "node %" in text
+    assert 'verify="off"' in text
+
+
+def test_a_lost_surrogate_is_seen_by_its_gradients_alone(x: Tensor) -> None:
+    """The forward stays bit-equal; what torch.export does to snnTorch must not pass here."""
+    net = Net()
+    graph = traced(net, x)
+    for node in list(graph.graph.nodes):
+        if getattr(node.target, "function", None) is Spike:
+            with graph.graph.inserting_after(node):
+                cut = graph.graph.call_function(torch.detach, (node,))
+            node.replace_all_uses_with(cut)
+            cut.args = (node,)
+    with pytest.raises(VerifyError, match=r"gradient 'a.weight' by .* of its scale \(allowed 1e-05\)"):
+        check_trace(net, graph, x)
+
+
+def test_a_wrong_buffer_is_seen(x: Tensor) -> None:
+    net = Net()
+    graph = traced(net, x)
+    change(graph, "batch_norm", 7, 0.2)
+    with pytest.raises(VerifyError, match="buffer 'bn.running_mean' by"):
+        check_trace(net, graph, x)
+
+
+def test_float64_is_compared_to_1e_9(x: Tensor) -> None:
+    net, x = Net().double(), x.double()
+    graph = traced(net, x)
+    change(graph, "add", 1, 0.5 + 1e-7)
+    with pytest.raises(VerifyError, match="allowed 1e-09"):
+        check_trace(net, graph, x)
+
+
+def test_silent_layers_are_reported_as_unverified(x: Tensor) -> None:
+    net = Net()
+    net.lif.threshold = 1000.0
+    assert check_trace(net, traced(net, x), x).unverified == {"lif": 0.0}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_are_refused_by_name(bad: float) -> None:
+    class Two(nn.Module):
+        def forward(self, frames: Tensor, scale: Tensor) -> Tensor:
+            return frames * scale
+
+    net = Two()
+    inputs = {"frames": torch.ones(2, 3), "scale": torch.ones(2, 3)}
+    graph = trace(net, inputs)
+    inputs["scale"][0, 1] = bad
+    with pytest.raises(VerifyError, match=r"example input\['scale'\] holds 1 values that are NaN or infinite"):
+        check_trace(net, graph, inputs)
+
+
+def test_a_module_that_returns_nan_is_not_compared() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x) / (x - x)
+
+    x = torch.ones(2, 3)
+    with pytest.raises(VerifyError, match="output 0 of the module itself holds NaN"):
+        check_trace(Bad(), trace(Bad(), x), x)
+
+
+def test_tied_weights_and_unused_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.relu(self.one(x)))
+
+    net, x = Tied(), torch.randn(3, 4)
+    assert check_trace(net, trace(net, x), x).traced.gradient == 0
+
+
+def test_the_users_reset_is_used(x: Tensor) -> None:
+    calls: list[nn.Module] = []
+
+    class Sticky(Net):
+        def clear(self) -> None:
+            self.lif.mem = None
+
+    def reset(model: nn.Module) -> None:
+        calls.append(model)
+        model.clear()  # type: ignore[operator]
+
+    net = Sticky()
+    net(x)
+    graph = trace(net, x, reset=reset)
+    calls.clear()
+    check_trace(net, graph, x, reset=reset)
+    assert calls == [net]
