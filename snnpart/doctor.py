@@ -139,8 +139,10 @@ def _reaches(first: int, second: int) -> bool:
 
 
 def _optional() -> Iterator[Finding]:
+    seen = set()
     for name, wanted, extra in requirements():
-        if extra and extra not in ("test", "docs"):
+        if extra and extra not in ("test", "docs") and name not in seen:
+            seen.add(name)
             yield _package(name, wanted, f"pip install 'snnpart[{extra}]'")
     for program, purpose, command in _PROGRAMS:
         path = shutil.which(program)
