@@ -72,9 +72,13 @@ def everywhere(graph: fx.Graph) -> frozenset[fx.Node]:
     """Nodes that every stage can compute for itself from the program's inputs."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or (node.op == "get_attr" and not is_tensor_read(node)):
-            found.add(node)
-        elif node.op in ("call_function", "call_method") and not is_random(node) and found.issuperset(node.all_input_nodes):
+        if (
+            node.op == "placeholder"
+            or (node.op == "get_attr" and not is_tensor_read(node))
+            or node.op in ("call_function", "call_method")
+            and not is_random(node)
+            and found.issuperset(node.all_input_nodes)
+        ):
             found.add(node)
     return frozenset(found)
 

@@ -1,9 +1,203 @@
-"""Channel sharding."""
+"""Decides which layers are sharded over the tp ranks, by an integer program.
+
+Variables, with g a group of matrix operations and c a cluster of values (see `lanes`):
+
+    y[g, rule] in {0, 1}    g takes the rule                  sum over rules of y[g, rule] = 1
+    s[c] in {0, 1}          the values of c are on their lane
+
+Objective: predicted time of one step on a rank, forward and backward, with n ranks,
+
+    sum_g  us(g) (y[g, replicate] + (y[g, column] + y[g, row]) / n)  +  sum_c us(c) (1 - s[c] + s[c] / n)
+  + sum_g  y[g, row] all_reduce(result)                                                 the sum over input channels
+  + sum_v  h[v] all_reduce(v)        h[v] >= y[g, column]  for g that read v            gradient of a shared input
+  + sum_v  a[v] all_gather(v)        a[v] >= s[c(v)] - y[g, row], a[v] = s[c(v)] if another operation needs v whole
+  + sum_v  k[v] all_gather(v)        k[v] >= y[g, row] - s[c(v)]                        gradient of a value cut for g
+  + sum_g  all_gather(result) (p[g] + q[g])     p[g] >= y[g, column] - s[c(g)],  q[g] >= s[c(g)] - y[g, column]
+
+A cluster that no pin fixes is sharded exactly when one of its producers is: s[c] >= y[g, column] for g in c and
+s[c] <= sum of these. So the rules of the matrix operations determine everything, and a plan need name only them.
+h, a, k, p, q are continuous: at an optimum they equal the bound. Values with the same cluster and readers share one
+variable, so the program does not grow with T.
+
+`objective="time"` minimises this; `"max"` first shards every matrix operation that has a row for it, then minimises the
+time. Whoever asks for tp=2 usually does so for memory, so "max" is the default; on links as slow as a CPU's, "time"
+often answers that one rank is best. HiGHS (scipy's `milp`) solves both exactly. Why not a recipe (column, row, column,
+...): residual streams and concatenations make neighbours of more than two layers.
+"""
+
 from __future__ import annotations
 
-from snnpart.graph import SpikeGraph
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.costs import MachineProfile
+from snnpart.errors import PlanError
+from snnpart.facts import Cost, Placement, Sharded, Spread, Value
+from snnpart.graph import SpikeGraph, output_node
+from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes, find_lanes, path_of
+from snnpart.passes.decide.parts import is_tensor_read
+from snnpart.passes.decide.placement_program import Choice, solve
+from snnpart.passes.decide.rules import R, Row, replicate
 from snnpart.plan import Plan
 
+Objective = Literal["max", "time"]
 
-def apply_shards(graph: SpikeGraph, plan: Plan) -> tuple[str, ...]:
-    return ()
+
+@dataclass(frozen=True)
+class DecidePlacement:
+    """Writes `Placement` on every node. `pinned` maps module paths to rules."""
+
+    name: ClassVar[str] = "decide-placement"
+    reads: ClassVar[tuple[type, ...]] = (Value, Cost)
+    writes: ClassVar[tuple[type, ...]] = (Placement,)
+    tier: ClassVar[Literal["exact", "reassociates"]] = "reassociates"
+
+    tp: int
+    profile: MachineProfile
+    pinned: Mapping[str, str] | None = None
+    objective: Objective = "max"
+
+    def run(self, graph: SpikeGraph) -> None:
+        """Raises PlanError: a pinned path does not exist, or cannot have its rule."""
+        if self.tp == 1:
+            return
+        lanes = find_lanes(graph, self.tp)
+        pins = _read_pins(graph, lanes, self.pinned or {})
+        choice = solve(graph, lanes, self.tp, self.profile, pins, shard_all=self.objective == "max")
+        write_placements(graph, lanes, choice)
+
+
+def apply_shards(graph: SpikeGraph, plan: Plan) -> None:
+    """Write the `Placement` facts that `plan.shards` says: what it does not name is replicated or follows.
+
+    Raises:
+        PlanError: a path does not exist, or cannot have its rule; the message lists the rules it can have.
+    """
+    if plan.tp == 1:
+        return
+    lanes = find_lanes(graph, plan.tp)
+    pins = _read_pins(graph, lanes, plan.shards)
+    rules = {group: pins.rules.get(group, REPLICATE) for group in lanes.groups}
+    group_of = lanes.group_of()
+    states = {
+        cluster: pins.states.get(cluster, any(rules[group_of[node]] == "column" for node in cluster.matrices))
+        for cluster in lanes.clusters
+    }
+    write_placements(graph, lanes, Choice(rules, states))
+
+
+def shards_by_path(graph: SpikeGraph) -> dict[str, str]:
+    """The rules of convolutions, linears, norms and neuron layers under their module paths."""
+    found: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        placement = facts.get(node, Placement)
+        owns = node.op == "call_module" or any(is_tensor_read(n) for n in node.all_input_nodes)
+        path = path_of(node)
+        if placement is not None and owns and node.op != "output" and placement.rule != REPLICATE and path:
+            found[path] = placement.rule
+    return dict(sorted(found.items()))
+
+
+def _read_pins(graph: SpikeGraph, lanes: Lanes, pinned: Mapping[str, str]) -> Choice:
+    """Rules of groups and states of clusters that the pins fix."""
+    groups = {path_of(node): group for group in lanes.groups for node in group.nodes}
+    followers: dict[str, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module") and path_of(node) not in groups:
+            followers.setdefault(path_of(node), []).append(node)
+    cluster_of = lanes.cluster_of()
+    choice = Choice({}, {})
+    for path, rule in pinned.items():
+        if path in groups:
+            choice.rules[groups[path]] = _checked_rule(path, rule, groups[path])
+        elif path in followers:
+            _pin_followers(path, rule, followers[path], lanes, cluster_of, choice.states)
+        else:
+            raise PlanError(
+                f"plan.shards names '{path}', which no operation of the network has",
+                where=graph.name,
+                fix="use the path of a convolution, linear, norm or neuron layer",
+            )
+    return choice
+
+
+def _checked_rule(path: str, rule: str, group: Group) -> str:
+    if rule not in group.rules:
+        reason = group.reasons.get(rule)
+        raise PlanError(
+            f"it cannot be sharded by '{rule}'" + (f": {reason}" if reason else ""),
+            where=f"'{path}'",
+            choices=group.rules,
+        )
+    return rule
+
+
+def _pin_followers(
+    path: str,
+    rule: str,
+    nodes: list[fx.Node],
+    lanes: Lanes,
+    cluster_of: Mapping[fx.Node, Cluster],
+    states: dict[Cluster, bool],
+) -> None:
+    rows = [lanes.rows[node] for node in nodes if node in lanes.rows]
+    valid = (*dict.fromkeys(found.rule for found in rows), REPLICATE)
+    if rule not in valid:
+        reason = next((lanes.reasons[node] for node in nodes if node in lanes.reasons), "its input is never sharded")
+        raise PlanError(f"it cannot be sharded by '{rule}': {reason}", where=f"'{path}'", choices=valid)
+    for node in nodes:
+        cluster = cluster_of.get(node)
+        if cluster is not None and states.setdefault(cluster, rule != REPLICATE) != (rule != REPLICATE):
+            raise PlanError(
+                f"it is pinned to '{rule}', but what it is added to or concatenated with is pinned otherwise",
+                where=f"'{path}'",
+                fix="pin both alike",
+            )
+
+
+def write_placements(graph: SpikeGraph, lanes: Lanes, choice: Choice) -> None:
+    """Put `Placement` on every node, and notes on what stays replicated although its input is sharded."""
+    cluster_of = lanes.cluster_of()
+    chosen: dict[fx.Node, Row] = {}
+    for group, rule in choice.rules.items():
+        chosen.update(zip(group.nodes, group.rows.get(rule, ())))
+    for node, found in lanes.rows.items():
+        if choice.states[cluster_of[node]]:
+            chosen[node] = found
+    for node in graph.graph.nodes:
+        found = chosen.get(node) or replicate(node)
+        facts.put(node, Placement(found.rule, found.output, found.inputs, found.partial))
+    _place_tensors(graph)
+    _note_replicated(graph, lanes, choice)
+
+
+def _place_tensors(graph: SpikeGraph) -> None:
+    """A tensor is sliced when everything that reads it needs the same slices."""
+    wanted: dict[str, set[Spread]] = {}
+    reads = [node for node in graph.graph.nodes if is_tensor_read(node)]
+    for read in reads:
+        for user in read.users:
+            inputs = dict(zip(user.all_input_nodes, facts.need(user, Placement).inputs))
+            wanted.setdefault(str(read.target), set()).add(inputs[read])
+    for read in reads:
+        spreads = wanted.get(str(read.target), {R})
+        spread = next(iter(spreads))
+        if len(spreads) == 1 and isinstance(spread, Sharded):
+            facts.put(read, Placement("slice", spread))
+
+
+def _note_replicated(graph: SpikeGraph, lanes: Lanes, choice: Choice) -> None:
+    cluster_of = lanes.cluster_of()
+    on_lane = {node for node, cluster in cluster_of.items() if choice.states[cluster]}
+    end = output_node(graph.graph)
+    for node, reason in lanes.reasons.items():
+        if on_lane.intersection(node.all_input_nodes) and node is not end:
+            graph.notes[f"replicated {path_of(node) or node.name}"] = f"{facts.place(node)}: {reason}"
+    for group, rule in choice.rules.items():
+        if rule == REPLICATE:
+            reason = "; ".join(f"{name}: {why}" for name, why in group.reasons.items()) or "the plan replicates it"
+            graph.notes[f"replicated {group.path}"] = f"{facts.place(group.nodes[0])}: {reason}"

@@ -13,6 +13,7 @@ from snnpart.costs import MachineProfile
 from snnpart.facts import Stage
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.parts import find_parts
+from snnpart.passes.decide.placement import DecidePlacement, Objective, shards_by_path
 from snnpart.passes.decide.stages import DecideStages
 from snnpart.plan import Plan
 
@@ -27,6 +28,7 @@ def decide(
     dp: str = "ddp",
     pinned: Plan | None = None,
     profile: MachineProfile,
+    objective: Objective = "max",
 ) -> Plan:
     """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; its other fields are not read.
 
@@ -36,9 +38,16 @@ def decide(
         PlanError: no plan satisfies the request.
     """
     work = graph.copy()
+    DecidePlacement(tp, profile, pinned.shards if pinned else None, objective).run(work)
     DecideStages(pp, profile, tp, pinned.stages if pinned else None).run(work)
     return Plan(
-        tp=tp, pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, shards={}, stages=_stages_by_path(work)
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
+        microbatches=microbatches,
+        shards=shards_by_path(work),
+        stages=_stages_by_path(work),
     )
 
 

@@ -219,9 +219,13 @@ def _crossing(at: Mapping[fx.Node, int], count: int, options: DecideStages) -> n
     change = np.zeros((count + 1, 2))
     for node, position in at.items():
         value = facts.get(node, Value)
-        last = max((at.get(user, count - 1 if user.op == "output" else position) for user in node.users), default=position)
+        last = max(
+            (at.get(user, count - 1 if user.op == "output" else position) for user in node.users), default=position
+        )
         if value is not None and last > position and node.op != "get_attr":
-            sizes = np.array([value.bytes, value.bytes if value.requires_grad else 0]) / (options.tp if _is_split(node) else 1)
+            sizes = np.array([value.bytes, value.bytes if value.requires_grad else 0]) / (
+                options.tp if _is_split(node) else 1
+            )
             change[position + 1] += sizes
             change[last + 1] -= sizes
     alive = np.cumsum(change, axis=0)[:count]
@@ -261,7 +265,9 @@ def best_cut(work: np.ndarray, crossing: np.ndarray, barred: np.ndarray) -> list
     return cuts[: stages - 1]
 
 
-def _stepwise(costs: Sequence[np.ndarray], join: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> tuple[float, list[int]]:
+def _stepwise(
+    costs: Sequence[np.ndarray], join: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[float, list[int]]:
     """Best value of stages that end at the last part, and where each stage ends."""
     count = costs[0].shape[0] - 1
     best = np.full(count + 1, np.inf)

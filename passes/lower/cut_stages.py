@@ -42,12 +42,15 @@ def cut_stages(graph: fx.Graph, pp: int) -> tuple[StageGraph, ...]:
     stage_of = _stages(graph)
     last_use = _last_use(graph, stage_of, pp)
     crossing = tuple(
-        tuple(node for node, last in last_use.items() if stage_of[node] <= boundary < last) for boundary in range(pp - 1)
+        tuple(node for node, last in last_use.items() if stage_of[node] <= boundary < last)
+        for boundary in range(pp - 1)
     )
     for node in dict.fromkeys(node for nodes in crossing for node in nodes):
         _check_sendable(node)
     return tuple(
-        _build(graph, stage, stage_of, crossing[stage - 1] if stage else (), crossing[stage] if stage < pp - 1 else None)
+        _build(
+            graph, stage, stage_of, crossing[stage - 1] if stage else (), crossing[stage] if stage < pp - 1 else None
+        )
         for stage in range(pp)
     )
 
@@ -57,7 +60,9 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
     return {
         node: fact.index
         for node in graph.nodes
-        if node.op not in ("output", "placeholder") and (fact := facts.get(node, Stage)) is not None and not is_bundle(node)
+        if node.op not in ("output", "placeholder")
+        and (fact := facts.get(node, Stage)) is not None
+        and not is_bundle(node)
     }
 
 

@@ -34,9 +34,9 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
         PlanError: the plan does not fit the graph.
     """
     source = graph.copy()
-    notices = apply_shards(source, plan)
+    apply_shards(source, plan)
     apply_stages(source, plan)
-    schedule, more = make_schedule(plan.schedule, plan.pp, plan.microbatches)
+    schedule, notices = make_schedule(plan.schedule, plan.pp, plan.microbatches)
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
     for rank in range(plan.tp):
@@ -45,7 +45,7 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
         for stage, names in enumerate(_tensors_of_stages(source, plan, cuts)):
             slices = tuple(_slice(source.tensors[name], tensors.get(name), rank) for name in names)
             programs[stage, rank] = _program(source, plan, cuts[stage], slices, schedule, (stage, rank))
-    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=(*notices, *more))
+    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=notices)
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:

@@ -1,22 +1,252 @@
-"""Channel sharding."""
+"""Makes one tp rank's graph from a graph with `Placement` facts.
+
+Each node is copied with its arguments brought to the spread that its placement asks for. Where the producer's spread
+differs, a collective over "tp" is put before the first reader of a stage and shared by the others there:
+
+    P -> R   all_reduce, right after the producer (then a row-sharded layer's bias, once, on the whole sum)
+    S -> R   all_gather
+    R -> S   shard
+    R -> R   grad_all_reduce, where the reader gives each rank only its part of the gradient
+
+Sizes that stand as numbers in the graph (a reshape's channels, the groups of a convolution) become local ones, so do the
+shapes in `Value` and the times in `Cost`. All ranks' graphs have the same nodes in the same order.
+Numerics: sums over channels are ordered otherwise, so the tier is `reassociates`; one rank is exact.
+"""
+
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.node import map_arg
+
+from snnpart import facts, ops
 from snnpart.costs import MachineProfile
-from snnpart.facts import Spread
+from snnpart.facts import Cost, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
+from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
+from snnpart.passes.rewrite.local_sizes import local_arguments
+
+R = Replicated()
+
+
+@dataclass(frozen=True)
+class ShardChannels:
+    """Replaces the graph by that of tp rank `rank` of `tp`."""
+
+    name: ClassVar[str] = "shard-channels"
+    reads: ClassVar[tuple[type, ...]] = (Value, Placement)
+    writes: ClassVar[tuple[type, ...]] = ()
+    tier: ClassVar[Literal["exact", "reassociates"]] = "reassociates"
+
+    tp: int
+    rank: int
+    profile: MachineProfile
+
+    def run(self, graph: SpikeGraph) -> None:
+        if self.tp > 1:
+            graph.graph = _Rewrite(graph, self).run()
+
+
+def shard_for_rank(graph: SpikeGraph, tp: int, rank: int, profile: MachineProfile) -> SpikeGraph:
+    """A copy of `graph` as tp rank `rank` runs it."""
+    local = graph.copy()
+    ShardChannels(tp, rank, profile).run(local)
+    return local
 
 
 @dataclass(frozen=True)
 class LocalTensor:
+    """How a tensor of the network lies on the tp ranks, and whether its gradient is a sum over them."""
+
     spread: Spread
     partial_gradient: bool = False
 
 
 def local_tensors(graph: SpikeGraph) -> dict[str, LocalTensor]:
-    return {}
+    """Tensors that are not simply whole on every rank, by name."""
+    found: dict[str, LocalTensor] = {}
+    for node in graph.graph.nodes:
+        placement = facts.get(node, Placement)
+        if placement is None or not isinstance(placement.output, Sharded):
+            continue
+        if node.op == "get_attr":
+            found[str(node.target)] = LocalTensor(placement.output)
+        elif node.op == "call_module":
+            found.update(_leaf_tensors(graph, str(node.target), placement.output))
+    return found
 
 
-def shard_for_rank(graph: SpikeGraph, tp: int, rank: int, profile: MachineProfile) -> SpikeGraph:
-    return graph.copy()
+def _leaf_tensors(graph: SpikeGraph, path: str, spread: Sharded) -> dict[str, LocalTensor]:
+    """Tensors inside a sharded layer: those per channel are sliced, the gradient of the others is a sum over ranks."""
+    module = graph.leaves[path].module
+    dims = adapter_for(module).channel_tensors(module) or {}
+    channels = sum(spread.size(rank) for rank in range(len(spread.pieces)))
+    found: dict[str, LocalTensor] = {}
+    for name, info in graph.tensors.items():
+        if info.leaf == path:
+            dim = dims.get(name.removeprefix(path + "."))
+            sliced = dim is not None and info.tensor.dim() > dim and info.tensor.shape[dim] == channels
+            found[name] = (
+                LocalTensor(Sharded(dim, spread.pieces))
+                if sliced and dim is not None
+                else LocalTensor(R, info.tensor.requires_grad)
+            )
+    return found
+
+
+class _Rewrite:
+    """Builds the rank's graph node by node."""
+
+    def __init__(self, graph: SpikeGraph, options: ShardChannels) -> None:
+        self.source, self.options = graph.graph, options
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.converted: dict[tuple[fx.Node, Spread, bool, int | None], fx.Node] = {}
+        self.last = max((s.index for n in self.source.nodes if (s := facts.get(n, Stage))), default=0)
+
+    def run(self) -> fx.Graph:
+        for node in self.source.nodes:
+            if node.op == "output":
+                results = map_arg(node.args[0], lambda n: self._bring(n, R, False, self.last))
+                self.graph.output(results).meta = dict(node.meta)
+            else:
+                self.made[node] = self._copy(node)
+        return self.graph
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        placement = facts.need(node, Placement)
+        stage = facts.get(node, Stage)
+        at = stage.index if stage else None
+        inputs = {
+            source: self._bring(source, spread, index in placement.partial_gradients, at)
+            for index, (source, spread) in enumerate(zip(node.all_input_nodes, placement.inputs))
+        }
+        if isinstance(placement.output, Partial):
+            return self._summed(node, inputs)
+        args, kwargs = local_arguments(node, placement, self.options.rank)
+        new = self.graph.create_node(
+            node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
+        )
+        self._describe(new, node, placement.output, split=placement != _whole(placement))
+        return new
+
+    def _summed(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A row-sharded layer without its bias, the sum over ranks, and the bias."""
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        args = tuple(None if i == 2 else arg for i, arg in enumerate(node.args))
+        kwargs = {name: None if name == "bias" else value for name, value in node.kwargs.items()}
+        part = self.graph.create_node(
+            node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
+        )
+        self._describe(part, node, R, split=True)
+        total = self._collective(node, ops.all_reduce, part, (), R, facts.get(node, Stage))
+        if not isinstance(bias, fx.Node):
+            return total
+        channels = inputs[bias]
+        if node.target is not F.linear:
+            spatial = len(facts.need(node.args[1], Value).shape) - 2  # type: ignore[arg-type]
+            channels = self._add(
+                node, torch.reshape, (channels, (-1, *(1,) * spatial)), _as_column(node, spatial, bias)
+            )
+        return self._add(node, torch.add, (total, channels), facts.need(node, Value))
+
+    def _bring(self, source: fx.Node, spread: Spread, partial: bool, stage: int | None) -> fx.Node:
+        """The value of `source` in the given spread, converted at most once in a stage."""
+        placed = facts.need(source, Placement).output
+        have = R if isinstance(placed, Partial) else placed
+        if have == spread and not partial:
+            return self.made[source]
+        key = (source, spread, partial, stage)
+        if key not in self.converted:
+            self.converted[key] = self._convert(source, have, spread, partial, stage)
+        return self.converted[key]
+
+    def _convert(self, source: fx.Node, have: Spread, want: Spread, partial: bool, stage: int | None) -> fx.Node:
+        at = Stage(stage) if stage is not None else None
+        if partial:
+            return self._collective(source, ops.grad_all_reduce, self._bring(source, R, False, stage), (), R, at)
+        if isinstance(have, Sharded) and have != want:
+            if want != R:
+                return self._collective(source, ops.shard, self._bring(source, R, False, stage), _lane(want), want, at)
+            return self._collective(source, ops.all_gather, self.made[source], _lane(have), R, at)
+        return self._collective(source, ops.shard, self.made[source], _lane(want), want, at)
+
+    def _collective(
+        self, source: fx.Node, function: Any, x: fx.Node, rest: tuple[Any, ...], spread: Spread, stage: Stage | None
+    ) -> fx.Node:
+        new = self.graph.call_function(function, (x, "tp", *rest))
+        new.meta = {}
+        value = facts.need(source, Value)
+        made = Origin(
+            facts.origin(source).module, facts.origin(source).file, facts.origin(source).line, "shard-channels"
+        )
+        facts.put(new, local_value(value, spread, self.options.rank), made, self._cost(function, value))
+        if stage is not None:
+            facts.put(new, stage)
+        return new
+
+    def _cost(self, function: Any, value: Value) -> Cost:
+        reduce = self.options.profile.all_reduce_us("tp", value.bytes, self.options.tp)
+        gather = self.options.profile.all_gather_us("tp", value.bytes, self.options.tp)
+        forward = {ops.all_reduce: reduce, ops.all_gather: gather}.get(function, 0.0)
+        backward = {ops.grad_all_reduce: reduce, ops.shard: gather}.get(function, 0.0)
+        return Cost(forward_us=forward, backward_us=backward if value.requires_grad else 0.0)
+
+    def _add(self, source: fx.Node, function: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
+        new = self.graph.call_function(function, args)
+        origin = facts.origin(source)
+        facts.put(new, value, Origin(origin.module, origin.file, origin.line, "shard-channels"))
+        stage = facts.get(source, Stage)
+        if stage is not None:
+            facts.put(new, stage)
+        return new
+
+    def _describe(self, new: fx.Node, node: fx.Node, spread: Spread, *, split: bool) -> None:
+        """The node's facts with local shapes and its share of the costs."""
+        new.meta = dict(node.meta)
+        rank = self.options.rank
+        value, values, cost = facts.get(node, Value), facts.get(node, Values), facts.get(node, Cost)
+        if value is not None:
+            facts.put(new, local_value(value, spread, rank))
+        if values is not None:
+            facts.put(new, Values(_local_items(values.items, spread, rank)))
+        if cost is not None and split:
+            share = 1 / self.options.tp
+            numbers = {name: getattr(cost, name) * share for name in Cost.__dataclass_fields__}
+            facts.put(new, replace(cost, **numbers))
+
+
+def _whole(placement: Placement) -> Placement:
+    return Placement(placement.rule, R, (R,) * len(placement.inputs), placement.partial_gradients)
+
+
+def _lane(spread: Spread) -> tuple[int, Any]:
+    assert isinstance(spread, Sharded)
+    return spread.dim, spread.pieces
+
+
+def _as_column(node: fx.Node, spatial: int, bias: fx.Node) -> Value:
+    own = facts.need(bias, Value)
+    return Value((*own.shape, *(1,) * spatial), own.dtype, (0,) * (1 + spatial), (), own.requires_grad)
+
+
+def local_value(value: Value, spread: Spread, rank: int) -> Value:
+    """The value as rank `rank` holds it; strides of a sharded value are not known."""
+    if not isinstance(spread, Sharded):
+        return value
+    shape = (*value.shape[: spread.dim], spread.size(rank), *value.shape[spread.dim + 1 :])
+    return replace(value, shape=shape, stride=())
+
+
+def _local_items(items: Any, spread: Spread, rank: int) -> Any:
+    if isinstance(items, Value):
+        return local_value(items, spread, rank)
+    if isinstance(items, tuple) and hasattr(items, "_fields"):
+        return type(items)(*(_local_items(item, spread, rank) for item in items))
+    if isinstance(items, (tuple, list)):
+        return type(items)(_local_items(item, spread, rank) for item in items)
+    return items

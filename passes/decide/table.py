@@ -1,0 +1,114 @@
+"""The sharding table as one mapping from operations to their rules, and the question `rows_of`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from snnpart import ops
+from snnpart.passes.decide import rules_local, rules_matrix, rules_shape
+from snnpart.passes.decide.parts import is_bundle
+from snnpart.passes.decide.rules import Ask, Declined, Row, Rule, checked
+
+_REDUCTIONS = [
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "prod",
+    "argmax",
+    "argmin",
+    "any",
+    "all",
+    "logsumexp",
+    "nansum",
+    "nanmean",
+    "median",
+    "max",
+    "min",
+]
+
+
+def _function_rules() -> dict[Any, Rule]:
+    table: dict[Any, Rule] = dict.fromkeys(rules_local.functions(rules_local.ELEMENTWISE), rules_local.elementwise)
+    for name, space in rules_local.POOLS.items():
+        table.update(dict.fromkeys(rules_local.functions([name]), partial(rules_local.pool, space=space)))
+    table.update(dict.fromkeys(rules_matrix.MATRICES, rules_matrix.grouped))
+    table.update(dict.fromkeys(rules_local.functions(_REDUCTIONS), rules_shape.reduce))
+    table.update({F.interpolate: rules_local.resize, F.pad: rules_local.pad})
+    table.update({ops.batch_norm: rules_local.batch_norm, ops.index_assign: rules_shape.index_assign})
+    table.update(dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten), rules_shape.reshape))
+    table.update(
+        {
+            torch.permute: rules_shape.permute,
+            torch.transpose: rules_shape.transpose,
+            torch.movedim: rules_shape.movedim,
+            torch.unsqueeze: rules_shape.unsqueeze,
+            torch.squeeze: rules_shape.squeeze,
+            torch.cat: rules_shape.cat,
+            torch.stack: rules_shape.stack,
+            torch.select: rules_shape.select,
+            torch.unbind: rules_shape.select,
+            operator.getitem: rules_shape.getitem,
+            torch.matmul: rules_shape.matmul,
+            torch.bmm: rules_shape.matmul,
+        }
+    )
+    table.update({f: partial(rules_shape.along, position=1) for f in (torch.softmax, torch.log_softmax, torch.cumsum)})
+    table.update({f: partial(rules_shape.along, position=1) for f in (torch.narrow, torch.index_select)})
+    table[torch.flip] = partial(rules_shape.along, position=1, name="dims")
+    table.update({f: partial(rules_shape.along, position=2, default=0) for f in (torch.split, torch.chunk)})
+    return table
+
+
+FUNCTIONS: Mapping[Any, Rule] = _function_rules()
+METHODS: Mapping[str, Rule] = {
+    **dict.fromkeys(rules_local.ELEMENTWISE_METHODS, rules_local.elementwise),
+    "expand": rules_shape.expand,
+    "repeat": rules_shape.expand,
+}
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule by which the node follows its inputs; None for an operation that is not in the table."""
+    if node.op == "call_module":
+        return rules_local.leaf
+    if node.op == "call_method":
+        return METHODS.get(str(node.target))
+    if node.op != "call_function":
+        return None
+    if isinstance(node.target, ops.Surrogate):
+        return rules_local.surrogate
+    if is_bundle(node):
+        return rules_shape.bundle
+    return FUNCTIONS.get(node.target)
+
+
+def follow(node: fx.Node, ask: Ask) -> Row:
+    """The row in which the node stays on its inputs' lane; Declined when it has none."""
+    rule = rule_of(node)
+    if rule is None:
+        raise Declined(f"{_name(node)} is not in the sharding table")
+    return checked(node, rule(node, ask))
+
+
+def matrix_rows(node: fx.Node, ask: Ask) -> tuple[dict[str, Row], dict[str, str]]:
+    """The rows of a convolution or linear by rule, and why the others are not among them."""
+    rows: dict[str, Row] = {}
+    reasons: dict[str, str] = {}
+    for name, rule in (("column", rules_matrix.column), ("row", rules_matrix.row_parallel)):
+        try:
+            rows[name] = checked(node, rule(node, ask))
+        except Declined as reason:
+            reasons[name] = str(reason)
+    return rows, reasons
+
+
+def _name(node: fx.Node) -> str:
+    return f"'{node.target}'" if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,74 @@
+"""Numbers in a graph that count channels, made local to a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from snnpart import facts
+from snnpart.facts import Placement, Sharded, Value
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_GROUPS = 6
+
+
+def local_arguments(node: fx.Node, placement: Placement, rank: int) -> Arguments:
+    """The node's arguments with local sizes. Sizes given as -1 or by a node stay."""
+    args, kwargs = node.args, dict(node.kwargs)
+    if not isinstance(placement.output, Sharded):
+        return args, kwargs
+    if placement.rule == "group":
+        return _local_groups(node, placement, rank)
+    rewrite = _SIZES.get(node.target) if node.op == "call_function" else _METHODS.get(str(node.target))
+    return rewrite(node, placement.output, rank) if rewrite else (args, kwargs)
+
+
+def _local_groups(node: fx.Node, placement: Placement, rank: int) -> Arguments:
+    """A grouped convolution: as many groups as the rank's input channels hold."""
+    x = node.all_input_nodes[0]
+    lane = placement.inputs[0]
+    if not isinstance(lane, Sharded):
+        return node.args, dict(node.kwargs)
+    count = node.args[_GROUPS] if len(node.args) > _GROUPS else node.kwargs["groups"]
+    groups = lane.size(rank) * count // facts.need(x, Value).shape[lane.dim]
+    if len(node.args) > _GROUPS:
+        return (*node.args[:_GROUPS], groups, *node.args[_GROUPS + 1 :]), dict(node.kwargs)
+    return node.args, {**node.kwargs, "groups": groups}
+
+
+def _reshape(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
+    if len(node.args) > 1:
+        return (node.args[0], _with(node.args[1], spread.dim, spread.size(rank))), dict(node.kwargs)
+    return node.args, {**node.kwargs, "shape": _with(node.kwargs["shape"], spread.dim, spread.size(rank))}
+
+
+def _unflatten(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
+    dim, sizes = (node.args[i] if len(node.args) > i else node.kwargs[name] for i, name in ((1, "dim"), (2, "sizes")))
+    rank_in = len(facts.need(node.all_input_nodes[0], Value).shape)
+    local = _with(sizes, spread.dim - int(dim) % rank_in, spread.size(rank))  # type: ignore[call-overload]
+    return (node.args[0], dim, local), {}
+
+
+def _expand(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
+    """expand's sizes, given as one tuple or one by one."""
+    if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)):
+        return (node.args[0], _with(node.args[1], spread.dim, spread.size(rank))), dict(node.kwargs)
+    return (node.args[0], *_with(node.args[1:], spread.dim, spread.size(rank))), dict(node.kwargs)
+
+
+def _with(sizes: Any, dim: int, local: int) -> tuple[Any, ...]:
+    """The sizes with entry `dim` local; entries outside the tuple, -1 and sizes that a node gives stay."""
+    own = list(sizes)
+    if 0 <= dim < len(own) and isinstance(own[dim], int) and own[dim] != -1:
+        own[dim] = local
+    return tuple(own)
+
+
+_SIZES: Mapping[Any, Callable[[fx.Node, Sharded, int], Arguments]] = {
+    torch.reshape: _reshape,
+    torch.unflatten: _unflatten,
+}
+_METHODS: Mapping[str, Callable[[fx.Node, Sharded, int], Arguments]] = {"expand": _expand}

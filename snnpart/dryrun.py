@@ -1,0 +1,324 @@
+"""The all-rank dry run: checks at compile time, on fake tensors, that the ranks' programs fit together.
+
+Checked, each with the rank, stage and node where it fails:
+
+- every tensor of the network is on exactly one stage, and its slices cover it once;
+- what a stage sends is what the next one receives, in order, shape and type, on each tp rank;
+- all tp ranks of a stage meet in the same collectives in the same order;
+- the schedule runs each microbatch forward and backward once on each stage, and no stage waits for ever;
+- every node makes the local shape and type that its `Value` fact states (batch: the example batch).
+
+Ranks whose slices have the same shapes run the same computation; it is walked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from snnpart import compat, facts, ops
+from snnpart.errors import PlanError, SnnpartError, VerifyError
+from snnpart.facts import Value, Values
+from snnpart.frameworks import adapter_for
+from snnpart.graph import BATCH_SIZE, TRAINING
+from snnpart.program import Action, CompiledProgram, Port, StageProgram, TensorSlice
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the dry run found: predicted peak bytes and step time of each (stage, tp rank), and how much it checked."""
+
+    peak_bytes: Mapping[tuple[int, int], int]
+    microseconds: Mapping[tuple[int, int], float]
+    nodes: int
+
+
+def dry_run(compiled: CompiledProgram) -> DryRun:
+    """Check all ranks of `compiled`.
+
+    Raises:
+        VerifyError: the programs do not fit together; the message names rank, stage and node.
+        PlanError: the schedule cannot be carried out.
+    """
+    _check_owners(compiled)
+    _check_ports(compiled)
+    _check_collectives(compiled)
+    _check_schedule(compiled.schedule)
+    nodes = 0
+    walked: set[tuple[Any, ...]] = set()
+    for at, program in compiled.stages.items():
+        signature = _signature(program)
+        if signature not in walked:
+            walked.add(signature)
+            nodes += _walk(compiled, program)
+    return DryRun(
+        peak_bytes={at: program.predicted_bytes for at, program in compiled.stages.items()},
+        microseconds={at: program.predicted_us for at, program in compiled.stages.items()},
+        nodes=nodes,
+    )
+
+
+def _rank(program: StageProgram) -> str:
+    return f"stage {program.stage}, tp rank {program.tp_rank}"
+
+
+def _check_owners(compiled: CompiledProgram) -> None:
+    owners: dict[str, dict[int, list[TensorSlice]]] = {name: {} for name in compiled.source.tensors}
+    for (stage, _), program in sorted(compiled.stages.items()):
+        for part in program.tensors:
+            owners.setdefault(part.name, {}).setdefault(stage, []).append(part)
+    for name, stages in owners.items():
+        if len(stages) != 1:
+            what = f"is on the stages {sorted(stages)}" if stages else "is on no stage"
+            raise VerifyError(
+                f"the tensor '{name}' {what}", where=compiled.source.name, fix="give it exactly one stage"
+            )
+        (parts,) = stages.values()
+        if len(parts) != compiled.plan.tp:
+            raise VerifyError(
+                f"only {len(parts)} of {compiled.plan.tp} tp ranks hold '{name}'", where=f"stage {next(iter(stages))}"
+            )
+        _check_cover(parts)
+
+
+def _check_cover(parts: list[TensorSlice]) -> None:
+    """The slices of the ranks cover the dim once, or all hold the whole."""
+    dims = {part.dim for part in parts}
+    if dims == {None}:
+        return
+    dim = parts[0].dim
+    pieces = sorted(piece for part in parts for piece in part.pieces)
+    at = 0
+    for start, stop in pieces:
+        if start != at:
+            break
+        at = stop
+    if len(dims) != 1 or dim is None or at != parts[0].global_shape[dim]:
+        raise VerifyError(
+            f"the tp ranks' slices {[part.pieces for part in parts]} of '{parts[0].name}' do not cover dim {dim} once",
+            where=f"'{parts[0].name}'",
+        )
+
+
+def _check_ports(compiled: CompiledProgram) -> None:
+    for (stage, tp_rank), program in compiled.stages.items():
+        if stage + 1 < compiled.plan.pp:
+            after = compiled.stages[stage + 1, tp_rank]
+            _check_boundary(program, after)
+        elif program.sends:
+            raise VerifyError(f"the last stage sends '{program.sends[0].name}' to nobody", where=_rank(program))
+        if stage == 0 and program.receives:
+            raise VerifyError(f"the first stage waits for '{program.receives[0].name}'", where=_rank(program))
+
+
+def _check_boundary(before: StageProgram, after: StageProgram) -> None:
+    sent, received = [port.name for port in before.sends], [port.name for port in after.receives]
+    if sent != received:
+        odd = next((a or b for a, b in _padded(sent, received) if a != b), "")
+        raise VerifyError(
+            f"it sends {sent}, the next stage receives {received}; they differ first at '{odd}'", where=_rank(before)
+        )
+    for a, b in zip(before.sends, after.receives):
+        if _form(a) != _form(b):
+            raise VerifyError(
+                f"it sends '{a.name}' as {_form(a)}, {_rank(after)} receives it as {_form(b)}", where=_rank(before)
+            )
+
+
+def _padded(a: list[str], b: list[str]) -> Iterable[tuple[str, str]]:
+    size = max(len(a), len(b))
+    return zip(a + [""] * (size - len(a)), b + [""] * (size - len(b)))
+
+
+def _form(port: Port) -> tuple[tuple[int, ...], torch.dtype]:
+    return port.value.shape, port.value.dtype
+
+
+def _check_collectives(compiled: CompiledProgram) -> None:
+    for (stage, tp_rank), program in compiled.stages.items():
+        first = compiled.stages[stage, 0]
+        for mine, theirs in _longest(_collectives(program.graph), _collectives(first.graph)):
+            if mine is None or theirs is None or (mine.target, mine.args[1:]) != (theirs.target, theirs.args[1:]):
+                raise VerifyError(
+                    f"it meets the others in {_call(mine)}, tp rank 0 in {_call(theirs)}", where=_rank(program)
+                )
+
+
+def _collectives(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in ops.COLLECTIVES]
+
+
+def _longest(a: list[fx.Node], b: list[fx.Node]) -> Iterable[tuple[fx.Node | None, fx.Node | None]]:
+    size = max(len(a), len(b))
+    return zip([*a, *[None] * (size - len(a))], [*b, *[None] * (size - len(b))])
+
+
+def _call(node: fx.Node | None) -> str:
+    return "nothing" if node is None else f"%{node.name} ({getattr(node.target, '__name__', node.target)})"
+
+
+def _check_schedule(schedule: Mapping[int, tuple[Action, ...]]) -> None:
+    """Carry the schedule out: an action is done when what it waits for is done."""
+    last = max(schedule)
+    done: set[Action] = set()
+    place = dict.fromkeys(schedule, 0)
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in schedule.items():
+            while place[stage] < len(actions) and _waits_for(actions[place[stage]], last) <= done:
+                done.add(actions[place[stage]])
+                place[stage] += 1
+                moved = True
+    for stage, actions in schedule.items():
+        if place[stage] < len(actions):
+            action = actions[place[stage]]
+            missing = ", ".join(str(a) for a in sorted(_waits_for(action, last) - done, key=str))
+            raise PlanError(f"the schedule stops: {action} waits for {missing}", where=f"stage {stage}")
+    _check_complete(schedule, done)
+
+
+def _waits_for(action: Action, last: int) -> set[Action]:
+    if action.kind == "F":
+        return {Action(action.stage - 1, "F", action.microbatch)} if action.stage else set()
+    own = {Action(action.stage, "F", action.microbatch)}
+    return own | ({Action(action.stage + 1, "B", action.microbatch)} if action.stage < last else set())
+
+
+def _check_complete(schedule: Mapping[int, tuple[Action, ...]], done: set[Action]) -> None:
+    microbatches = {action.microbatch for action in done}
+    for stage, actions in schedule.items():
+        wanted = {Action(stage, kind, m) for kind in ("F", "B") for m in microbatches}  # type: ignore[arg-type]
+        odd = sorted(wanted ^ set(actions), key=str)
+        if odd or len(actions) != len(wanted):
+            twice = next((a for a in actions if actions.count(a) > 1), None)
+            what = f"{odd[0]} is missing" if odd else f"{twice} stands twice"
+            raise PlanError(f"the schedule is not complete: {what}", where=f"stage {stage}")
+
+
+def _signature(program: StageProgram) -> tuple[Any, ...]:
+    return (
+        program.stage,
+        tuple(part.shape for part in program.tensors),
+        tuple(_form(port) for port in (*program.receives, *program.sends)),
+    )
+
+
+def _walk(compiled: CompiledProgram, program: StageProgram) -> int:
+    """Run the stage graph on fake tensors and compare every result with its fact."""
+    shapes = {part.name: part for part in program.tensors}
+    received = {port.name: port.value for port in program.receives}
+    values: dict[fx.Node, Any] = {}
+    with compat.fake_mode(), torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "output":
+                break
+            try:
+                values[node] = _fake(node, values, compiled, program, shapes, received)
+            except SnnpartError:
+                raise
+            except Exception as error:
+                raise VerifyError(
+                    f"it fails on the rank's local shapes: {error}", where=_where(node, program)
+                ) from error
+            _check_shape(node, values[node], program)
+    return len(program.graph.nodes)
+
+
+def _where(node: fx.Node, program: StageProgram) -> str:
+    return f"{facts.place(node)}, {_rank(program)}"
+
+
+def _fake(
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    compiled: CompiledProgram,
+    program: StageProgram,
+    shapes: Mapping[str, TensorSlice],
+    received: Mapping[str, Value],
+) -> Any:
+    """The node's result as a fake tensor."""
+    if node.op == "placeholder":
+        return _fake_input(str(node.target), compiled, received)
+    if node.op == "get_attr":
+        if node.target == TRAINING:
+            return compiled.source.traced_training
+        part = shapes.get(str(node.target))
+        if part is None:
+            raise VerifyError(f"it reads '{node.target}', which this rank does not hold", where=_where(node, program))
+        return torch.empty(part.shape, dtype=part.dtype)
+    args = map_arg(node.args, values.__getitem__)
+    kwargs = map_arg(node.kwargs, values.__getitem__)
+    if node.op == "call_module":
+        return _fake_leaf(node, program, args, kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
+    return _fake_call(node, args, kwargs)  # type: ignore[arg-type]
+
+
+def _fake_input(name: str, compiled: CompiledProgram, received: Mapping[str, Value]) -> Any:
+    if name == BATCH_SIZE:
+        return compiled.source.batch
+    if name in received:
+        return torch.empty(received[name].shape, dtype=received[name].dtype)
+    info = next(info for info in compiled.source.inputs if info.name == name)
+    return torch.empty(info.shape, dtype=info.dtype)
+
+
+def _fake_leaf(node: fx.Node, program: StageProgram, args: Any, kwargs: Any) -> Any:
+    module = program.leaves[str(node.target)].module
+    found = adapter_for(module).infer(module, args, kwargs)
+    return _stated(node) if found is NotImplemented else found
+
+
+def _fake_call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    target: Any = node.target
+    if target is ops.batch_norm:
+        return torch.empty_like(args[0])
+    if target is ops.assign:
+        return None
+    if target in (ops.all_reduce, ops.grad_all_reduce):
+        return args[0]
+    if target in ops.COLLECTIVES:
+        return _fake_collective(node, args[0], args[2], args[3])
+    return target(*args, **kwargs)
+
+
+def _fake_collective(node: fx.Node, x: Tensor, dim: int, pieces: Any) -> Tensor:
+    """Gathered: the whole dim. Cut: what the node's fact states, which must be some rank's share."""
+    if node.target is ops.all_gather:
+        size = sum(stop - start for own in pieces for start, stop in own)
+    else:
+        shares = {sum(stop - start for start, stop in own) for own in pieces}
+        stated = facts.need(node, Value).shape[dim]
+        size = stated if stated in shares else -1
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _stated(node: fx.Node) -> Any:
+    """The node's result as its facts state it."""
+    value, values = facts.get(node, Value), facts.get(node, Values)
+    stated = value if value is not None else values.items if values is not None else None
+    return pytree.tree_map(_empty, stated, is_leaf=lambda item: isinstance(item, Value))
+
+
+def _empty(item: Any) -> Any:
+    return torch.empty(item.shape, dtype=item.dtype) if isinstance(item, Value) else item
+
+
+def _check_shape(node: fx.Node, made: Any, program: StageProgram) -> None:
+    value = facts.get(node, Value)
+    if value is None or not isinstance(made, Tensor):
+        return
+    if tuple(made.shape) != value.shape or made.dtype != value.dtype:
+        raise VerifyError(
+            f"it makes {str(made.dtype).removeprefix('torch.')}{list(made.shape)}, its fact states "
+            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
+            where=_where(node, program),
+        )
