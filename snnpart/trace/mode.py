@@ -150,7 +150,11 @@ class RecordingMode(TorchFunctionMode):
         if name in writes.METADATA:
             return self._change_shape(function, name, args, kwargs, written)
         node = self._twin_node(function, name, args, kwargs, written)
+        detached = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         out = self._run(function, args, kwargs)
+        if detached and not written.requires_grad and written.is_floating_point():
+            self.recorder.mark(node, written, requires_grad=True)
+            node = self.recorder.graph.call_function(torch.detach, (node,))
         self.recorder.write(written, node)
         return out
 

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from snnpart import facts, ops
 from snnpart.errors import ConfigError, SnnpartError, TraceError
-from snnpart.facts import Value
 from snnpart.frameworks import preserved, reset_state
 from snnpart.graph import Assumption, LeafInfo, StateSlot
 from snnpart.trace import places
@@ -141,7 +140,7 @@ def _run_steps(request: Request, inputs: list[Tensor], steps: int) -> Any:
 def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
     """Write changed buffers back at the end of the graph; everything else that changed is state."""
     states: list[StateSlot] = []
-    values: list[tuple[str, fx.Node]] = []
+    values: dict[str, fx.Node] = {}
     for root, node in recorder.written():
         if root.kind == "parameter":
             raise TraceError(
@@ -150,7 +149,7 @@ def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
                 fix="keep what changes in a buffer",
             )
         if root.registered:
-            values.append((root.name, node))
+            values[root.name] = node
         else:
             states.append(_slot(root))
     for found in before.buffers():
@@ -159,8 +158,8 @@ def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
             name = ".".join(part for part in (found.module, found.name) if part)
             recorder.assume("state", f"buffer '{name}' changes its shape in forward: it is state, reset before every window")
         elif isinstance(found, NewBuffer):
-            values.append((found.name, recorder.node(found.after)))
-    for name, node in values:
+            values[found.name] = recorder.node(found.after)
+    for name, node in values.items():
         _assign(recorder, name, node)
     known = {(slot.module, slot.name) for slot in states}
     return (*states, *(slot for slot in before.slots() if (slot.module, slot.name) not in known))
@@ -213,7 +212,3 @@ def _outputs(
         raise TraceError("forward returns no tensor", fix="return at least one tensor")
     recorder.graph.output(tuple(nodes))
     return tuple(names), spec, constants
-
-
-def value_of(node: fx.Node) -> Value | None:
-    return facts.get(node, Value)
