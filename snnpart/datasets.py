@@ -1,9 +1,9 @@
 """Data for `snnpart run`: samples first on disk, in the program's own layout when they come out.
 
 `digits` is scikit-learn's set of 1797 handwritten digits, 8 x 8 pixels, resized to the input's height and width and
-repeated over its channels and its time steps; the last fifth of a fixed shuffle is kept for validation. An `.npz` file holds one
-array per program input, by its name (`inputs` will do when there is one), and `targets`, all with the samples along
-dim 0 and the other dims in the program's order.
+repeated over its channels and its time steps; the last fifth of a fixed shuffle is kept for validation. An `.npz` file
+holds one array per program input, by its name (`inputs` will do when there is one), and `targets`, all with the samples
+along dim 0 and the other dims in the program's order.
 """
 
 from __future__ import annotations

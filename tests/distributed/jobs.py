@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snnpart.runtime.launch import launch
+from tests.distributed.cases import CASES
+from tests.distributed.compiled import compile_case
 from tests.distributed.handmade import compile_by_hand, make_net
 
 
@@ -43,3 +45,45 @@ def train_handmade(
     }
     running.close()
     return result
+
+
+def run_case(name: str, *, learn: bool = False, clip: float | None = None, **topology: Any) -> dict[str, Any]:
+    """The steps of a case: losses, gradients, outputs and state. Without `learn` gradients accumulate over the steps."""
+    case, (running, compiled) = CASES[name], launch_case(name, learn=learn, clip=clip, **topology)
+    losses, outputs, loss_of_eval = [], [], []
+    for x, y in case.batches():
+        mine_x, mine_y = dp_share(x, case.batch_dim, running.ranks), dp_share(y, case.target_dim, running.ranks)
+        loss = case.loss_fn(x.shape[case.batch_dim])
+        losses.append(running.train_step(mine_x, mine_y, loss).item())
+        out, value = running.eval_step(mine_x, mine_y, loss)
+        outputs.append(out)
+        loss_of_eval.append(value.item())
+    result = {
+        "losses": losses,
+        "gradients": running.gradients(),
+        "outputs": outputs,
+        "eval": loss_of_eval,
+        "state": running.state_dict(),
+        "replicated": {n: p.detach().clone() for n, p in running.named_parameters() if _whole(compiled, running, n)},
+        "plan": compiled.plan.to_json(),
+        "owned": [name for name, _ in running.named_parameters()],
+    }
+    running.close()
+    return result
+
+
+def launch_case(name: str, *, learn: bool = False, clip: float | None = None, **topology: Any) -> tuple[Any, Any]:
+    """The case's network, compiled and launched; with `learn` by SGD with momentum."""
+    compiled = compile_case(CASES[name], **topology)
+    factory = (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)) if learn else None
+    return launch(compiled, optimizer=factory, clip_grad_norm=clip, target_dim=CASES[name].target_dim), compiled
+
+
+def dp_share(x: Tensor, dim: int, ranks: Any) -> Tensor:
+    """This dp rank's part of a whole batch."""
+    return x.tensor_split(ranks.mesh.dp, dim)[ranks.at.dp]
+
+
+def _whole(compiled: Any, running: Any, name: str) -> bool:
+    stage = compiled.stage(running.ranks.at.pp, running.ranks.at.tp)
+    return any(part.name == name and part.dim is None for part in stage.tensors)

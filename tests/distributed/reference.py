@@ -37,14 +37,11 @@ class OneProcess:
         clip: float | None = None,
         reset: Callable[[nn.Module], Any] = lambda model: None,
         batch_dim: int = 0,
+        target_dim: int = 0,
+        call: Callable[[nn.Module, Tensor], Any] = lambda model, x: model(x),
     ) -> None:
-        self.model, self.microbatches, self.reset, self.clip, self.batch_dim = (
-            model,
-            microbatches,
-            reset,
-            clip,
-            batch_dim,
-        )
+        self.model, self.microbatches, self.reset, self.clip = model, microbatches, reset, clip
+        self.batch_dim, self.target_dim, self.call = batch_dim, target_dim, call
         self.optimizer = optimizer([p for p in model.parameters() if p.requires_grad]) if optimizer else None
 
     def train_step(self, batches: Sequence[tuple[Tensor, Tensor]], loss_fn: LossFn) -> float:
@@ -56,9 +53,11 @@ class OneProcess:
         for rank, (inputs, targets) in enumerate(batches):
             buffers = copy.deepcopy(dict(self.model.named_buffers()))
             sizes = even(inputs.shape[self.batch_dim], self.microbatches)
-            for x, y in zip(pieces(inputs, self.batch_dim, sizes), pieces(targets, 0, sizes), strict=True):
+            for x, y in zip(
+                pieces(inputs, self.batch_dim, sizes), pieces(targets, self.target_dim, sizes), strict=True
+            ):
                 self.reset(self.model)
-                loss = loss_fn(self.model(x), y) * (x.shape[self.batch_dim] / everyone)
+                loss = loss_fn(self.call(self.model, x), y) * (x.shape[self.batch_dim] / everyone)
                 loss.backward()
                 total += loss.item()
             if rank == 0:
@@ -84,7 +83,7 @@ class OneProcess:
         self.model.eval()
         self.reset(self.model)
         with torch.no_grad():
-            outputs = self.model(inputs)
+            outputs = self.call(self.model, inputs)
         self.reset(self.model)
         self.model.train()
         return outputs

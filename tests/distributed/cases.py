@@ -1,0 +1,223 @@
+"""Networks of the cases that people who split spiking networks over ranks meet, in float64 and without random numbers.
+
+Each case says how the network is called, where its batch is, and what one process must give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def det(*shape: int, k: float = 0.7) -> Tensor:
+    """Deterministic data."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(count, dtype=torch.float64) * k + 0.3).reshape(shape)
+
+
+def fill(model: nn.Module, k: float = 0.37, scale: float = 0.5) -> nn.Module:
+    """Deterministic parameters, in float64."""
+    model.double()
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            if p.dim():
+                p.copy_(det(*p.shape, k=k + 0.01 * i) * scale)
+    return model
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return (u >= 0).to(u)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (u,) = ctx.saved_tensors
+        return grads[0] * (1 - u.abs()).clamp(min=0)
+
+
+class LIF(nn.Module):
+    """Plain PyTorch neuron whose state lives on the module."""
+
+    def __init__(self, decay: float = 0.5, vth: float = 0.3) -> None:
+        super().__init__()
+        self.decay, self.vth = decay, vth
+        self.v: Tensor | None = None
+
+    def reset(self) -> None:
+        self.v = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x if self.v is None else self.decay * self.v + x
+        z: Tensor = Spike.apply(v - self.vth)
+        self.v = v * (1 - z.detach())
+        return z
+
+
+def reset(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, LIF):
+            module.reset()
+
+
+class Stage(nn.Module):
+    def __init__(self, i: int, o: int) -> None:
+        super().__init__()
+        self.l, self.n = nn.Linear(i, o), LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.n(self.l(x))
+        return out
+
+
+class NT(nn.Module):
+    """[N, T, C] in, [T, N, C] out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.n = nn.Linear(3, 4), LIF(vth=0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset(self)
+        x = x.permute(1, 0, 2)
+        return torch.stack([self.n(self.l(x[t])) for t in range(x.shape[0])])
+
+
+class Block(nn.Module):
+    """A norm that is defined and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.l, self.n = nn.LayerNorm(4), nn.Linear(4, 4), LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.n(self.l(x))
+        return out
+
+
+class Skip(nn.Module):
+    """A value of the first stage that later ones need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.n, self.h = nn.ModuleList(LIF(vth=0.4) for _ in range(4)), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.n[0](self.a(x))
+        q = self.n[1](self.b(p))
+        r = self.n[2](self.c(q))
+        u = self.n[3](self.d(r)) + p
+        out: Tensor = self.h(torch.cat([p, q, u], -1))
+        return out
+
+
+class Norms(nn.Module):
+    """Convolutions with batch norms and a residual: what BatchNorm does under dp and microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.b1, self.n1 = nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), LIF(vth=0.1)
+        self.c2, self.b2, self.n2 = nn.Conv2d(5, 5, 3, padding=1), nn.BatchNorm2d(5), LIF(vth=0.1)
+        self.h = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.n1(self.b1(self.c1(x)))
+        x = x + self.n2(self.b2(self.c2(x)))
+        out: Tensor = self.h(x.mean((2, 3)))
+        return out
+
+
+def mlp(scale: float = 0.5, **lif: Any) -> nn.Module:
+    return fill(nn.Sequential(nn.Linear(4, 6), LIF(**lif), nn.Linear(6, 3), LIF()), scale=scale)
+
+
+def ce_over_time(out: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of every step of [T, N, C], averaged over T."""
+    return torch.stack([F.cross_entropy(step, target) for step in out]).mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its batches, and how `parallelize` and the steps are called.
+
+    `batches` gives (inputs, targets) of each step, the whole batch. `loss` None: `(output * targets).sum()`, written as a
+    mean over samples times their number. `batch_dim` is that of the input, `target_dim` that of targets.
+    """
+
+    model: Callable[[], nn.Module]
+    batches: Callable[[], list[tuple[Tensor, Tensor]]]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    batch_dim: int = 0
+    target_dim: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, model: nn.Module, x: Tensor) -> Tensor:
+        """The network in one process: once, or once for every step of the window."""
+        if "time_steps" not in self.options:
+            out: Tensor = model(x)
+            return out
+        return torch.stack([model(step) for step in x])
+
+    def loss_fn(self, samples: int) -> Callable[[Any, Any], Tensor]:
+        """The loss for a step with so many samples over all dp ranks."""
+        if self.loss is not None:
+            return self.loss
+        return lambda out, weights: (out * weights).sum() * (samples / out.shape[self.target_dim])
+
+
+CASES: dict[str, Case] = {
+    "A01": Case(
+        lambda: mlp(),
+        lambda: [(det(5, 8, 4), det(5, 8, 3, k=0.2))],
+        batch_dim=1,
+        target_dim=1,
+        options={"input_layout": "TNF", "time_steps": 5},
+    ),
+    "A04": Case(lambda: mlp(), lambda: [(det(5, 4, k=0.7 + 0.1 * i), torch.ones(5, 3).double()) for i in range(3)]),
+    "A05": Case(
+        lambda: fill(nn.Sequential(nn.Linear(4, 6), LIF(vth=0.4), nn.Linear(6, 3), LIF(vth=0.2)), scale=0.9),
+        lambda: [(det(n, 4) * 2, det(n, 3, k=0.2)) for n in (5, 5, 3, 5)],
+    ),
+    "A09": Case(
+        lambda: nn.Sequential(fill(Stage(4, 6)), fill(Stage(6, 3), k=0.51)), lambda: [(det(4, 4), det(4, 3, k=0.2))]
+    ),
+    "A10": Case(
+        lambda: fill(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)), scale=0.9),
+        lambda: [(det(2, 2, 5, 5), det(2, 6, 5, 5, k=0.11))],
+    ),
+    "A14": Case(
+        lambda: fill(Skip(), scale=0.9),
+        lambda: [(det(6, 5, 4) * 2, det(6, 5, 2, k=0.2))],
+        batch_dim=1,
+        target_dim=1,
+        options={"input_layout": "TNF", "time_steps": 6},
+    ),
+    "A26": Case(
+        lambda: fill(NT(), scale=0.9),
+        lambda: [(det(6, 4, 3) * 2, torch.tensor([0, 1, 2, 3, 0, 1]))],
+        loss=ce_over_time,
+        target_dim=0,
+    ),
+    "A26 N=T": Case(
+        lambda: fill(NT(), scale=0.9),
+        lambda: [(det(4, 4, 3) * 2, torch.tensor([0, 1, 2, 3]))],
+        loss=ce_over_time,
+        target_dim=0,
+    ),
+    "A28": Case(
+        lambda: fill(nn.Sequential(Block(), Block(), nn.Linear(4, 2))),
+        lambda: [(det(5, 4), torch.ones(5, 2).double()), (det(5, 4, k=0.5), torch.ones(5, 2).double())],
+    ),
+    "norms": Case(
+        lambda: fill(Norms(), scale=0.9),
+        lambda: [(det(8, 2, 5, 5, k=0.3 + 0.2 * i) * 2, torch.arange(8) % 3) for i in range(2)],
+        loss=F.cross_entropy,
+    ),
+}
