@@ -11,6 +11,7 @@ Time is the profile's roofline: launches + max(flops / rate, bytes / copy rate).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -45,40 +46,68 @@ class AnalyzeCost:
 
     def run(self, graph: SpikeGraph) -> None:
         profile = self.profile or default_profile()
+        weights = _leaf_weights(graph)
         kept: set[fx.Node] = set()
         for node in graph.graph.nodes:
-            if node.op != "output" and first_value(node) is not None:
-                facts.put(node, _cost(node, graph, profile, kept))
+            value = first_value(node)
+            if node.op != "output" and value is not None:
+                work = _leaf_work(node, value, graph, weights) if node.op == "call_module" else _work(node, value)
+                facts.put(node, _cost(node, value, work, profile, kept))
 
 
-def _cost(node: fx.Node, graph: SpikeGraph, profile: MachineProfile, kept: set[fx.Node]) -> Cost:
-    value = first_value(node)
-    if value is None or node.op in ("placeholder", "get_attr") or name_of(node) in kinds.VIEWS:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What forward does: flops, bytes read and written, kernel launches."""
+
+    flops: float = 0.0
+    read: float = 0.0
+    written: float = 0.0
+    launches: float = 0.0
+
+
+def _cost(node: fx.Node, value: Value, work: _Work, profile: MachineProfile, kept: set[fx.Node]) -> Cost:
+    if not work.launches:
         return Cost()
-    launches, per_element = _steps(node, graph)
-    flops = launches * per_element if node.op == "call_module" else _flops(node, value)
-    read, written = sum(_bytes(item) for item in kinds.tensor_inputs(node)), _bytes(node)
-    if node.op == "call_module":
-        read, written = read * per_element, written * per_element
-        flops = per_element * value.numel
     grads = _gradients(node, value)
-    us = profile.kernel_us(flops, read + written, value.dtype) + (launches - 1) * profile.launch_us
-    back = us + (grads - 1) * (us - launches * profile.launch_us) if grads else 0.0
+    launching = work.launches * profile.launch_us
+    running = profile.kernel_us(work.flops, work.read + work.written, value.dtype) - profile.launch_us
     return Cost(
-        flops=flops,
-        read=read,
-        written=written,
+        flops=work.flops,
+        read=work.read,
+        written=work.written,
         saved=_saved(node, value, kept) if grads else 0.0,
-        backward_flops=flops * grads,
-        forward_us=us,
-        backward_us=back,
+        backward_flops=work.flops * grads,
+        forward_us=launching + running,
+        backward_us=launching + running * grads if grads else 0.0,
     )
 
 
+def _work(node: fx.Node, value: Value) -> _Work:
+    idle = node.op in ("placeholder", "get_attr") or name_of(node) in kinds.VIEWS or isinstance(node.target, type)
+    read = sum(_bytes(item) for item in kinds.tensor_inputs(node))
+    return _Work() if idle else _Work(_flops(node, value), read, _bytes(node), 1.0)
+
+
+def _leaf_weights(graph: SpikeGraph) -> Counter[str]:
+    """Elements of the weight matrices that each leaf holds."""
+    found: Counter[str] = Counter()
+    for info in graph.tensors.values():
+        if info.leaf is not None and info.tensor.dim() > 1:
+            found[info.leaf] += info.tensor.numel()
+    return found
+
+
+def _leaf_work(node: fx.Node, value: Value, graph: SpikeGraph, weights: Counter[str]) -> _Work:
+    """Element-wise operations at every step, and a product with each weight matrix the layer holds."""
+    launches, per_element = _steps(node, graph)
+    read = per_element * sum(_bytes(item) for item in kinds.tensor_inputs(node))
+    rows = value.numel / max(value.shape[1], 1) if len(value.shape) > 1 else 1
+    flops = per_element * value.numel + 2.0 * rows * weights[str(node.target)]
+    return _Work(flops, read, per_element * _bytes(node), launches)
+
+
 def _steps(node: fx.Node, graph: SpikeGraph) -> tuple[float, float]:
-    """Kernel launches of a call, and element-wise operations for each element."""
-    if node.op != "call_module":
-        return 1.0, 1.0
+    """Kernel launches of a leaf's call, and element-wise operations for each element."""
     module = graph.leaves[str(node.target)].module
     adapter = adapter_for(module)
     per_element, dim = max(adapter.flops_per_element(module), 1.0), adapter.time_dim(module)

@@ -9,6 +9,9 @@ with t gives a value of step t.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -20,15 +23,24 @@ from snnpart.passes.analyze.kinds import argument, tensor_inputs
 _WEIGHTED = ("conv", "linear", "norm")
 
 
-def find(graph: SpikeGraph) -> dict[fx.Node, int]:
-    """The step of every value that is made inside a time loop; empty when there is no loop."""
+@dataclass(frozen=True)
+class Loop:
+    """The steps at which values are made, and the groups of nodes that do the same work at successive steps."""
+
+    steps: Mapping[fx.Node, int]
+    groups: Sequence[Sequence[fx.Node]]
+
+
+def find(graph: SpikeGraph) -> Loop:
+    """The graph's time loop; no steps and no groups when there is none."""
     groups = _repeated(graph)
     length = _length(graph, groups)
     if length < 2:
-        return {}
-    seeds = {node: place * length // len(nodes) for nodes in groups if len(nodes) % length == 0 for place, node in enumerate(nodes)}
+        return Loop({}, ())
+    whole = [nodes for nodes in groups if len(nodes) % length == 0]
+    seeds = {node: place * length // len(nodes) for nodes in whole for place, node in enumerate(nodes)}
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
-    return _spread(graph, seeds, times, length)
+    return Loop(_spread(graph, seeds, times, length), whole)
 
 
 def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
@@ -42,9 +54,10 @@ def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
             origin = facts.origin(node)
             groups["surrogate", origin.module, origin.file, origin.line].append(node)
         elif kind in _WEIGHTED:
-            weights = [item.target for item in node.all_input_nodes if item.op == "get_attr" and item.target in graph.tensors]
-            if weights:
-                groups["weight", node.target, weights[0]].append(node)
+            read = (item.target for item in node.all_input_nodes if item.op == "get_attr")
+            weight = next((name for name in read if name in graph.tensors), None)
+            if weight is not None:
+                groups["weight", node.target, weight].append(node)
     return list(groups.values())
 
 
@@ -75,15 +88,22 @@ def _gathers(node: fx.Node, made: list[int], length: int) -> bool:
 
 def _read(node: fx.Node, times: dict[str, int]) -> int | None:
     """The step that is read from an input with a time dim."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or source.op != "placeholder" or str(source.target) not in times:
+    source, name = (node.args[0] if node.args else None), kinds.name_of(node)
+    if not isinstance(source, fx.Node) or name not in ("select", "getitem"):
         return None
-    dim, name = times[str(source.target)], kinds.name_of(node)
-    if name == "select" and argument(node, 1, "dim") == dim:
-        index = argument(node, 2, "index")
-        return index if isinstance(index, int) else None
-    if name != "getitem":
+    if kinds.name_of(source) == "unbind":
+        inner = source.args[0]
+        reads_time = isinstance(inner, fx.Node) and argument(source, 1, "dim", 0) == times.get(str(inner.target))
+        return _number(node.args[1]) if reads_time else None
+    dim = times.get(str(source.target)) if source.op == "placeholder" else None
+    if dim is None:
         return None
+    if name == "select":
+        return _number(argument(node, 2, "index")) if argument(node, 1, "dim") == dim else None
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    exact = len(index) > dim and Ellipsis not in index[: dim + 1] and None not in index[: dim + 1]
-    return index[dim] if exact and isinstance(index[dim], int) else None
+    plain = len(index) > dim and all(isinstance(item, (int, slice)) for item in index[: dim + 1])
+    return _number(index[dim]) if plain else None
+
+
+def _number(index: Any) -> int | None:
+    return index if isinstance(index, int) and not isinstance(index, bool) else None

@@ -17,6 +17,7 @@ from snnpart.facts import TimeRole, Value
 from snnpart.graph import SpikeGraph
 from snnpart.passes.analyze import axes, kinds, loops
 from snnpart.passes.analyze.axes import Axes
+from snnpart.passes.analyze.loops import Loop
 
 
 @dataclass(frozen=True)
@@ -29,36 +30,57 @@ class AnalyzeTime:
     tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
 
     def run(self, graph: SpikeGraph) -> None:
-        steps = loops.find(graph)
-        found = axes.find(graph, steps)
-        varies: set[fx.Node] = set()
-        for node in graph.graph.nodes:
-            if kinds.first_value(node) is None or node.op == "output":
-                continue
-            if _varies(node, graph, found, varies):
-                varies.add(node)
+        loop = loops.find(graph)
+        found = axes.find(graph, loop.steps)
+        varies = _varying(graph, loop, found)
+        for node in _values(graph):
             axis = found.get(node)
             dim, merged = (axis.dim, axis.merged) if axis is not None else (None, False)
-            facts.put(node, TimeRole(dim, merged, steps.get(node), node in varies))
+            facts.put(node, TimeRole(dim, merged, loop.steps.get(node), node in varies))
 
 
-def _varies(node: fx.Node, graph: SpikeGraph, found: Axes, varies: set[fx.Node]) -> bool:
+def _values(graph: SpikeGraph) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op != "output" and kinds.first_value(node) is not None]
+
+
+def _varying(graph: SpikeGraph, loop: Loop, found: Axes) -> set[fx.Node]:
+    """The values that differ from step to step.
+
+    Of the nodes that do the same work at successive steps all vary when one does: the first step of a hand-written
+    neuron starts from a constant, yet its spikes are not those of the second.
+    """
+    varies: set[fx.Node] = set()
+    _spread(graph, loop, found, varies)
+    alike = {node for nodes in loop.groups if any(node in varies for node in nodes) for node in nodes}
+    if not alike <= varies:
+        varies |= alike
+        _spread(graph, loop, found, varies)
+    return varies
+
+
+def _spread(graph: SpikeGraph, loop: Loop, found: Axes, varies: set[fx.Node]) -> None:
+    for node in _values(graph):
+        if node not in varies and (_carries(node, loop) or _varies(node, found, varies)):
+            varies.add(node)
+
+
+def _carries(node: fx.Node, loop: Loop) -> bool:
+    """The node takes a value over from an earlier step."""
+    step = loop.steps.get(node)
+    return step is not None and any(loop.steps.get(source, step) < step for source in kinds.tensor_inputs(node))
+
+
+def _varies(node: fx.Node, found: Axes, varies: set[fx.Node]) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return node in found
     if node.op == "call_module" or (effects.is_random(node) and not _switched_off(node)):
         return True
+    sources = set(kinds.tensor_inputs(node))
     if kinds.name_of(node) == "stack" and node in found and found[node].dim == kinds.argument(node, 1, "dim", 0):
-        sources = set(kinds.tensor_inputs(node))
         return len(sources) > 1 or bool(sources & varies)
-    if node not in found and any(source in found for source in kinds.tensor_inputs(node)):
-        return _reads_step(node) and any(source in varies for source in kinds.tensor_inputs(node))
-    return any(source in varies for source in kinds.tensor_inputs(node))
+    gone = node not in found and any(source in found for source in sources)
+    return bool(sources & varies) and not (gone and kinds.kind_of(node) == "reduction")
 
 
 def _switched_off(node: fx.Node) -> bool:
     return "dropout" in kinds.name_of(node) and kinds.argument(node, 1, "p") == 0
-
-
-def _reads_step(node: fx.Node) -> bool:
-    """Indexing takes one step out of the axis; a reduction over it leaves one value for all steps."""
-    return kinds.kind_of(node) != "reduction"

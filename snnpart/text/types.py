@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from snnpart.facts import Value
+from snnpart.facts import Value, Values
 from snnpart.text import literals
 from snnpart.text.lexer import Line
 from snnpart.text.literals import Reader
@@ -43,7 +43,7 @@ def _write_dim(size: int, slope: int) -> str:
 
 
 def write_values(items: tuple[Any, ...]) -> str:
-    """The types of several results."""
+    """The types of several results; a result that is itself several reads back as `Values`."""
     inner = [_write_item(item) for item in items]
     return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
 
@@ -51,6 +51,8 @@ def write_values(items: tuple[Any, ...]) -> str:
 def _write_item(item: Any) -> str:
     if isinstance(item, Value):
         return write_value(item)
+    if isinstance(item, Values):
+        return write_values(item.items)
     return write_values(item) if isinstance(item, tuple) else literals.write(item)
 
 
@@ -59,7 +61,8 @@ def read_type(line: Line, reader: Reader) -> Any:
     if line.take("("):
         items = []
         while not line.take(")"):
-            items.append(read_type(line, reader))
+            item = read_type(line, reader)
+            items.append(Values(item) if isinstance(item, tuple) else item)
             if not line.take(","):
                 line.expect(")")
                 break
