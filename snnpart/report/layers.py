@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from snnpart import facts
+from snnpart.facts import Cost
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.report import nodes
@@ -16,15 +17,15 @@ WHOLE = frozenset({"replicate", "replicated"})
 
 
 def sharded(compiled: CompiledProgram, moves: tuple[CollectiveRow, ...]) -> tuple[ShardRow, ...]:
-    """Every layer with a tensor that is split over tp, in the order of the stages."""
+    """Every layer with a tensor that is split over tp, in the order in which they run."""
     rows = []
     for stage in range(compiled.plan.pp):
         ranks = [compiled.stage(stage, tp) for tp in range(compiled.plan.tp)]
-        split = [t.name for t in ranks[0].tensors if t.dim is not None]
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in split)
-        follow = [path for path, rule in compiled.plan.shards.items() if rule not in WHOLE and path in ranks[0].leaves]
         found = operations(compiled, ranks[0])
-        for path in dict.fromkeys((*paths, *follow)):
+        split = {t.name.rpartition(".")[0] for t in ranks[0].tensors if t.dim is not None}
+        split |= {path for path, rule in compiled.plan.shards.items() if rule not in WHOLE and path in ranks[0].leaves}
+        order = {path: place for place, path in enumerate(found)}
+        for path in sorted(split, key=lambda path: order.get(path, len(order))):
             rows.append(_sharded_row(path, stage, ranks, compiled, moves, found))
     return tuple(rows)
 
@@ -44,21 +45,28 @@ def _sharded_row(
         operation=found.get(path, ""),
         stage=stage,
         rule=compiled.plan.shards.get(path, "shard"),
-        tensors=tuple(_describe(versions) for versions in zip(*slices, strict=True)),
+        tensors=_describe(list(zip(*slices, strict=True))),
         collectives=tuple(dict.fromkeys(move.operation for move in here)),
         bytes_per_step=sum(move.forward_bytes + move.backward_bytes for move in here),
     )
 
 
-def _describe(versions: Iterable[TensorSlice]) -> str:
-    """`weight: S(0) 32+32` or `w: R`, from one tensor on every rank."""
+def _describe(tensors: list[tuple[TensorSlice, ...]]) -> tuple[str, ...]:
+    """`weight, bias: S(0) 32+32`, `w: R`: the layer's parameters and buffers, those that lie alike together."""
+    alike: dict[str, list[str]] = {}
+    for versions in tensors:
+        if versions[0].kind != "constant":
+            alike.setdefault(_spread(versions), []).append(versions[0].name.rpartition(".")[2])
+    return tuple(f"{', '.join(names)}: {spread}" for spread, names in alike.items())
+
+
+def _spread(versions: Iterable[TensorSlice]) -> str:
+    """How one tensor lies, from its slices on every rank."""
     first, *rest = versions
-    name = first.name.rpartition(".")[2]
     if first.dim is None:
-        return f"{name}: R" + (" (gradient summed)" if first.partial_gradient else "")
+        return "R" + (" (gradient summed)" if first.partial_gradient else "")
     dim = first.dim
-    sizes = "+".join(str(t.shape[dim]) for t in (first, *rest))
-    return f"{name}: S({dim}) {sizes}"
+    return f"S({dim}) " + "+".join(str(t.shape[dim]) for t in (first, *rest))
 
 
 def replicated(compiled: CompiledProgram) -> tuple[ReplicatedRow, ...]:
@@ -83,13 +91,14 @@ def reason(compiled: CompiledProgram, path: str) -> str:
 
 
 def operations(compiled: CompiledProgram, program: StageProgram) -> dict[str, str]:
-    """Module path -> the operation that reads the module's tensors (its heaviest: the one with most inputs)."""
-    found: dict[str, tuple[int, str]] = {}
+    """Module path -> the operation with most flops of those that read the module's tensors; in the order they run."""
+    costs = nodes.costs(compiled)
+    found: dict[str, tuple[float, str]] = {}
     for node in program.graph.nodes:
         for path in _paths_read(node):
-            weight = len(node.all_input_nodes)
-            if weight >= found.get(path, (0, ""))[0]:
-                found[path] = (weight, nodes.operation(node, compiled))
+            flops = costs.get(node.name, Cost()).flops
+            if path not in found or flops > found[path][0]:
+                found[path] = (flops, nodes.operation(node, compiled))
     return {path: name for path, (_, name) in found.items()}
 
 
