@@ -178,8 +178,9 @@ def _each_rank(
     training: bool,
     assigned: set[Any],
 ) -> list[Any]:
-    """One node on every rank; replicated random numbers are the same on each."""
-    random = torch.get_rng_state() if len(nodes) > 1 and is_random(nodes[0]) else None
+    """One node on every rank. Random numbers are the same on each: what draws them is replicated (leaves may)."""
+    draws = nodes[0].op == "call_module" or is_random(nodes[0])
+    random = torch.get_rng_state() if len(nodes) > 1 and draws else None
     made = []
     for node, body, own in zip(nodes, bodies, values):
         if random is not None:
