@@ -77,6 +77,10 @@ class Adapter:
     def for_layout(self, module: nn.Module, multi_step: bool) -> None:
         """Put the module, a copy, into the step mode of the layout. No-op where there is only one."""
 
+    def state_names(self, module: nn.Module) -> frozenset[str]:
+        """The attributes that hold state between calls; code that reads them after a call cannot be traced."""
+        return frozenset()
+
     def set_batch(self, module: nn.Module, size: int) -> None:
         """Tell the module, a copy, its local batch size. No-op where it is read from the input."""
 

@@ -44,6 +44,9 @@ class SinabsAdapter(Adapter):
         dtype = torch.float32 if module.does_spike else torch.promote_types(x.dtype, torch.float32)
         return empty(x, tuple(x.shape), dtype=dtype, grad=needs_grad(module, x))
 
+    def state_names(self, module: nn.Module) -> frozenset[str]:
+        return frozenset(module._buffers) if isinstance(module, StatefulLayer) else frozenset()
+
     def time_dim(self, module: nn.Module) -> int | None:
         return 1 if self.is_neuron(module) and not _squeezed(module) else None
 

@@ -65,6 +65,9 @@ class SnnTorchAdapter(Adapter):
         count = _STEP[type(module).__name__][0]
         return (first, *(empty(x, state_shape, dtype=dtype, grad=grad) for _ in range(count)))
 
+    def state_names(self, module: nn.Module) -> frozenset[str]:
+        return frozenset({"spk", *module._non_persistent_buffers_set}) if self.is_neuron(module) else frozenset()
+
     def time_dim(self, module: nn.Module) -> int | None:
         return 0 if type(module).__name__ in _MULTI_STEP and self.is_neuron(module) else None
 

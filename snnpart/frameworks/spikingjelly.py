@@ -89,6 +89,9 @@ class SpikingJellyAdapter(Adapter):
         shape = tuple(x.shape) if self.time_dim(module) == 0 else None
         return empty(x, shape, grad=needs_grad(module, x))
 
+    def state_names(self, module: nn.Module) -> frozenset[str]:
+        return frozenset({"_memories", *module._memories}) if isinstance(module, base.MemoryModule) else frozenset({"v"})
+
     def time_dim(self, module: nn.Module) -> int | None:
         mode = getattr(module, "step_mode", "m" if isinstance(module, base.MultiStepModule) else "s")
         if isinstance(module, base.MultiStepModule) or mode == "m":

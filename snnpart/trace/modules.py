@@ -1,14 +1,15 @@
 """nn.Module while tracing: `__call__`, `training`, BatchNorm and autocast are patched, and restored on leaving.
 
 - `__call__` keeps the path of the running module and records leaves as `call_module`.
-- `training` is answered with a `TrainingFlag` (a property of the class goes before the instance's own entry).
+- `training` is answered with a `TrainingFlag` (a property of the class goes before the instance's own entry). A module
+  that is in another mode than the model (a frozen BatchNorm) keeps its own mode, whatever the program's.
 - `_BatchNorm.forward` records one node, also when a framework's subclass calls it through `super()`.
 - autocast with enabled=True is refused: the graph's values would have other dtypes than its nodes say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,31 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from snnpart.compat import FakeTensor
-from snnpart.frameworks import adapter_for, preserved
-from snnpart.graph import LeafInfo
+from snnpart.trace.leaves import Modules, call_leaf
 from snnpart.trace.norms import record_batch_norm
-from snnpart.trace.recorder import Call, How, Recorder, items_of
-
-
-class Modules:
-    """The modules of the model by identity: path, whether a leaf, and which leaves were called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.called: dict[str, LeafInfo] = {}
-        self._leaf: dict[int, bool] = {}
-
-    def is_leaf(self, module: nn.Module) -> bool:
-        known = self._leaf.get(id(module))
-        if known is None:
-            known = self._leaf[id(module)] = adapter_for(module).is_leaf(module)
-        return known
-
-    def path(self, module: nn.Module, caller: str) -> str:
-        """The module's path; for one that the model does not register, its class under the caller's path."""
-        known = self.paths.get(id(module))
-        return f"{caller}.{type(module).__name__}".lstrip(".") if known is None else known
+from snnpart.trace.patches import patched
+from snnpart.trace.recorder import Recorder
 
 
 @contextmanager
@@ -54,17 +34,8 @@ def modules_recorded(recorder: Recorder, modules: Modules) -> Iterator[None]:
         (nn.SyncBatchNorm, "forward", _batch_norm(recorder, nn.SyncBatchNorm.forward)),
         (torch.autocast, "__enter__", _autocast(recorder)),
     ]
-    before = [(owner, name, owner.__dict__.get(name, _batch_norm)) for owner, name, _ in patches]
-    try:
-        for owner, name, value in patches:
-            setattr(owner, name, value)
+    with patched(patches), modules.guarded():
         yield
-    finally:
-        for owner, name, value in before:
-            if value is _batch_norm:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def _call(recorder: Recorder, modules: Modules) -> Any:
@@ -77,7 +48,7 @@ def _call(recorder: Recorder, modules: Modules) -> Any:
         recorder.path.append(path)
         try:
             if modules.is_leaf(module):
-                return _call_leaf(recorder, modules, module, path, args, kwargs)
+                return call_leaf(recorder, modules, module, path, args, kwargs)
             return original(module, *args, **kwargs)
         except BaseException as error:
             if recorder.failed is None or recorder.failed[0] is not error:
@@ -89,73 +60,16 @@ def _call(recorder: Recorder, modules: Modules) -> Any:
     return __call__
 
 
-def _call_leaf(
-    recorder: Recorder, modules: Modules, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    if id(module) not in modules.paths:
-        raise recorder.error(
-            f"a {type(module).__name__} is called that the model does not register",
-            "make it an attribute of its module, or keep it in an nn.ModuleList or nn.ModuleDict",
-        )
-    adapter = adapter_for(module)
-    inputs: list[Tensor] = []
-    args = tuple(_fakes(recorder, arg, inputs) for arg in args)
-    kwargs = {key: _fakes(recorder, value, inputs) for key, value in kwargs.items()}
-    with recorder.pause():
-        out = adapter.infer(module, args, kwargs)
-        if out is NotImplemented:
-            out = _run(recorder, module, args, kwargs)
-        out = _own(out, inputs)
-        detached = not torch.is_grad_enabled() and _carries_gradient(module, inputs)
-        recorder.emit("call_module", path, args, dict(kwargs), Call(How("", (), {}), inputs, out, detached))
-    modules.called.setdefault(path, LeafInfo(path, module, adapter.name, adapter.is_neuron(module)))
-    return out
-
-
-def _carries_gradient(module: nn.Module, inputs: list[Tensor]) -> bool:
-    return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in inputs)
-
-
-def _run(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the leaf returns, from running it on fakes; it is left as it was."""
-    with preserved(module), recorder.fakes:
-        return module(*args, **kwargs)
-
-
-def _fakes(recorder: Recorder, value: Any, inputs: list[Tensor]) -> Any:
-    """The value with tensors replaced by their fakes, which are added to `inputs`."""
-    if isinstance(value, Tensor):
-        fake = recorder.fake(value)
-        inputs.append(fake)
-        return fake
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_fakes(recorder, item, inputs) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_fakes(recorder, item, inputs) for item in value)
-    if isinstance(value, dict):
-        return {key: _fakes(recorder, item, inputs) for key, item in value.items()}
-    return value
-
-
-def _own(out: Any, inputs: list[Tensor]) -> Any:
-    """The leaf's result with tensors of its own where it returns one of its inputs."""
-    if isinstance(out, Tensor):
-        return out.clone() if any(out is one for one in inputs) or not isinstance(out, FakeTensor) else out
-    if isinstance(out, tuple) and hasattr(out, "_fields"):
-        return type(out)(*(_own(item, inputs) for item in items_of(out)))
-    if isinstance(out, (tuple, list)):
-        return type(out)(_own(item, inputs) for item in out)
-    if isinstance(out, dict):
-        return {key: _own(item, inputs) for key, item in out.items()}
-    return out
-
-
 def _training(recorder: Recorder, modules: Modules) -> property:
     def get(module: nn.Module) -> Any:
         own = vars(module).get("training")
         if own is None:
             return module.__getattr__("training")
         if recorder.paused or modules.is_leaf(module) or _ignores_mode(module):
+            return own
+        if own != modules.training:
+            path, mode = modules.path(module, recorder.path[-1]), "training" if own else "eval"
+            recorder.assume("mode", f"module '{path}' stays in {mode} mode, as it is in the model")
             return own
         return recorder.flag()
 

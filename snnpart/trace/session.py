@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 
 from snnpart import facts, ops
 from snnpart.errors import ConfigError, SnnpartError, TraceError
-from snnpart.frameworks import preserved, reset_state
+from snnpart.frameworks import is_leaf, preserved, reset_state
 from snnpart.graph import Assumption, LeafInfo, StateSlot
 from snnpart.trace import places
 from snnpart.trace.calls import ExampleCall
+from snnpart.trace.leaves import Modules
 from snnpart.trace.mode import RecordingMode
-from snnpart.trace.modules import Modules, modules_recorded, where
+from snnpart.trace.modules import modules_recorded, where
 from snnpart.trace.recorder import Recorder
 from snnpart.trace.roots import Root, find_roots
 from snnpart.trace.states import Before, NewBuffer
@@ -65,8 +66,8 @@ def record(request: Request, batch: int | None) -> Recording:
     model = request.model
     with preserved(model):
         reset_state(model, request.reset)
-        modules = Modules(model)
-        recorder = Recorder(find_roots(model, modules.is_leaf), request.training)
+        recorder = Recorder(find_roots(model, is_leaf), request.training)
+        modules = Modules(model, recorder)
         before = Before(model, modules.is_leaf)
         inputs = _placeholders(recorder, request.call, batch)
         with _patched(recorder, modules):

@@ -11,7 +11,7 @@ that the state of neurons inside advances once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,30 +21,30 @@ from torch.utils import checkpoint
 
 from snnpart import ops
 from snnpart.compat import version
+from snnpart.trace.patches import patched
 from snnpart.trace.recorder import Call, How, Recorder
-
-_MISSING = object()
 
 
 @contextmanager
 def functions_recorded(recorder: Recorder) -> Iterator[None]:
     """Record `apply` of every autograd.Function class inside the block."""
-    patches = _Patches(recorder)
-    make = type(Function).__init__
+    meta = type(Function)
+    make = meta.__init__
 
-    def making(cls: Any, *args: Any, **kwargs: Any) -> None:
-        make(cls, *args, **kwargs)
-        patches.wrap(cls)
+    with ExitStack() as stack:
 
-    try:
+        def wrap(cls: Any) -> None:
+            stack.enter_context(patched(_patches(recorder, cls)))
+
+        def making(cls: Any, *args: Any, **kwargs: Any) -> None:
+            make(cls, *args, **kwargs)
+            wrap(cls)
+
         for cls in _subclasses(Function):
-            patches.wrap(cls)
-        type(Function).__init__ = making  # type: ignore[method-assign]
-        with _checkpoints_inline(recorder):
-            yield
-    finally:
-        type(Function).__init__ = make  # type: ignore[method-assign]
-        patches.undo()
+            wrap(cls)
+        stack.enter_context(patched([(meta, "__init__", making)]))
+        stack.enter_context(patched([(checkpoint.CheckpointFunction, "apply", _run_inline(recorder))]))
+        yield
 
 
 def _subclasses(cls: type) -> Iterator[type]:
@@ -58,34 +58,16 @@ def _subclasses(cls: type) -> Iterator[type]:
                 yield sub
 
 
-class _Patches:
-    """The wrapped classes, with what their own `forward` and `setup_context` were."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._saved: list[tuple[type, str, Any]] = []
-        self._originals: dict[type, Callable[..., Any]] = {}
-
-    def wrap(self, cls: Any) -> None:
-        """Wrap a class's `forward` and, in the style that has one, its `setup_context`."""
-        if cls is checkpoint.CheckpointFunction or cls in self._originals or _own_forward(cls) is None:
-            return
-        separate = cls.setup_context is not Function.setup_context
-        self._originals[cls] = _own_forward(cls)  # type: ignore[assignment]
-        self._replace(cls, "forward", _forward(self.recorder, cls, self._originals[cls], separate))
-        if separate:
-            self._replace(cls, "setup_context", _unrecorded(self.recorder, cls.setup_context))
-
-    def _replace(self, cls: type, name: str, function: Callable[..., Any]) -> None:
-        self._saved.append((cls, name, cls.__dict__.get(name, _MISSING)))
-        setattr(cls, name, staticmethod(function))
-
-    def undo(self) -> None:
-        for cls, name, before in reversed(self._saved):
-            if before is _MISSING:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, before)
+def _patches(recorder: Recorder, cls: Any) -> list[tuple[type, str, Any]]:
+    """The wrapped `forward` of a class and, in the style that has one, its `setup_context`."""
+    original = _own_forward(cls)
+    if cls is checkpoint.CheckpointFunction or original is None:
+        return []
+    separate = cls.setup_context is not Function.setup_context
+    found: list[tuple[type, str, Any]] = [(cls, "forward", staticmethod(_forward(recorder, cls, original, separate)))]
+    if separate:
+        found.append((cls, "setup_context", staticmethod(_unrecorded(recorder, cls.setup_context))))
+    return found
 
 
 def _own_forward(cls: Any) -> Callable[..., Any] | None:
@@ -141,10 +123,8 @@ def _own(item: Any, inputs: list[Tensor]) -> Any:
     return item.clone() if isinstance(item, Tensor) and any(item is one for one in inputs) else item
 
 
-@contextmanager
-def _checkpoints_inline(recorder: Recorder) -> Iterator[None]:
-    cls = checkpoint.CheckpointFunction
-    before = cls.__dict__.get("apply", _MISSING)
+def _run_inline(recorder: Recorder) -> Any:
+    """`CheckpointFunction.apply` that runs the checkpointed code; as there, no gradient without an input that has one."""
 
     def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         recorder.assume("checkpoint", "torch.utils.checkpoint is traced through; its regions are not kept")
@@ -152,11 +132,4 @@ def _checkpoints_inline(recorder: Recorder) -> Iterator[None]:
         with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
             return run(*args)
 
-    cls.apply = staticmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            del cls.apply
-        else:
-            cls.apply = before  # type: ignore[method-assign]
+    return staticmethod(apply)
