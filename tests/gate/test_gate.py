@@ -7,9 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from snnpart import ops
+from snnpart.costs import default_profile
 from snnpart.errors import VerifyError
-from snnpart.gate import check_trace
-from snnpart.graph import SpikeGraph
+from snnpart.gate import check_program, check_trace
+from snnpart.graph import SpikeGraph, output_node
+from snnpart.pass_manager import PassManager
+from snnpart.passes import ANALYZE, REWRITE
+from snnpart.passes.decide import decide
+from snnpart.passes.lower import lower
 from snnpart.trace import trace
 from tests.zoo_models import Lif, Spike
 
@@ -100,7 +106,10 @@ def test_a_wrong_buffer_is_seen(x: Tensor) -> None:
 def test_float64_is_compared_to_1e_9(x: Tensor) -> None:
     net, x = Net().double(), x.double()
     graph = traced(net, x)
-    change(graph, "add", 1, 0.5 + 1e-7)
+    last = output_node(graph.graph).all_input_nodes[0]
+    with graph.graph.inserting_after(last):
+        shifted = graph.graph.call_function(torch.add, (last, 1e-7))
+    output_node(graph.graph).args = ((shifted,),)
     with pytest.raises(VerifyError, match="allowed 1e-09"):
         check_trace(net, graph, x)
 
@@ -133,6 +142,21 @@ def test_a_module_that_returns_nan_is_not_compared() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(VerifyError, match="output 0 of the module itself holds NaN"):
         check_trace(Bad(), trace(Bad(), x), x)
+
+
+def test_the_lowered_program_is_compared_too(x: Tensor) -> None:
+    net, x = Net().double(), x.double()
+    graph = traced(net, x)
+    PassManager((*REWRITE, *ANALYZE)).run(graph)
+    plan = decide(graph, tp=2, pp=1, dp="ddp", schedule="1f1b", microbatches=1, pinned=None, profile=default_profile())
+    compiled = lower(graph, plan, profile=default_profile())
+    report = check_program(net, compiled, x)
+    assert report.program is not None and report.program.output < 1e-12 and report.program.gradient < 1e-12
+    for stage in compiled.stages.values():
+        node = next(n for n in stage.graph.nodes if n.target is ops.batch_norm)
+        node.args = (*node.args[:8], 0.3)
+    with pytest.raises(VerifyError, match=r"Net, tp=2, pp=1: the lowered program differs from the module: output '0'"):
+        check_program(net, compiled, x, report)
 
 
 def test_tied_weights_and_unused_parameters() -> None:
