@@ -66,7 +66,9 @@ def _one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
         return (given,) * count
     entries = tuple(given)
     if len(entries) != count:
-        raise ConfigError(f"{name} has {len(entries)} entries for {count} input tensors", fix=f"give {count}, or one for all")
+        raise ConfigError(
+            f"{name} has {len(entries)} entries for {count} input tensors", fix=f"give {count}, or one for all"
+        )
     return entries
 
 

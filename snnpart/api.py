@@ -1,0 +1,305 @@
+"""The door: `parallelize` turns an ordinary module into a program for many ranks.
+
+The flow is design.md's: trace, canonicalize, analyse, decide, lower, dry run, gate. Without example inputs nothing
+happens until the first batch, as with `torch.compile`; from then on the two forms are the same.
+
+One `ParallelProgram` may be compiled for several signatures (another number of steps, another image size, train and
+eval mode of a network that branches on it): the plan of the first is kept, so that every tensor stays where it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from snnpart import gate as gates
+from snnpart import simulate
+from snnpart.costs import MachineProfile, default_profile
+from snnpart.errors import ConfigError, LaunchError
+from snnpart.graph import SpikeGraph
+from snnpart.layout import Layouts, input_dims, tensor_leaves
+from snnpart.mesh import Mesh
+from snnpart.pass_manager import PassManager
+from snnpart.passes import ANALYZE, REWRITE
+from snnpart.passes.decide import decide
+from snnpart.passes.lower import lower
+from snnpart.plan import Plan
+from snnpart.program import CompiledProgram
+from snnpart.trace import trace
+
+if TYPE_CHECKING:
+    from snnpart.report import Report
+    from snnpart.runtime.launch import RunningProgram
+
+Verify = Literal["off", "trace", "full"]
+VERIFY_LEVELS = ("off", "trace", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked `parallelize` for."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: str = "ddp"
+    input_layout: Layouts | None = None
+    in_dims: Any = None
+    out_dims: Any = None
+    time_steps: int | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    verify: Verify = "full"
+    reset: Callable[[nn.Module], None] | None = None
+    profile: MachineProfile | None = None
+
+    def __post_init__(self) -> None:
+        Mesh(1, self.pp, self.tp)
+        if self.verify not in VERIFY_LEVELS:
+            raise ConfigError(f"verify={self.verify!r} is not known", choices=VERIFY_LEVELS)
+        for name in ("time_steps", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} is not a positive integer")
+        Plan(tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule)
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: str = "ddp",
+    example_inputs: Any = None,
+    input_layout: Layouts | None = None,
+    in_dims: Any = None,
+    out_dims: Any = None,
+    time_steps: int | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    verify: Verify = "full",
+    memory: Any = None,
+    reset: Callable[[nn.Module], None] | None = None,
+    profile: MachineProfile | None = None,
+) -> ParallelProgram:
+    """Compile `model` into one program per rank; the model itself is only read.
+
+    Args:
+        model: any module that computes with spiking neurons; it is not changed.
+        tp: ranks that share the channels of each layer.
+        pp: pipeline stages. Data parallelism takes what remains: dp = world / (tp * pp), known at launch.
+        dp: "ddp" or "fsdp2": how data-parallel ranks hold the parameters.
+        example_inputs: a tensor, a tuple (positional arguments) or a dict (keywords) with one dp rank's batch. None
+            compiles at the first batch.
+        input_layout: where batch and time are, "NCHW", "TNCHW", "NTCHW", one for all tensor inputs or one each.
+        in_dims: instead of a layout: the batch dim, for all or one each (None: no batch). Default 0.
+        out_dims: batch dim of each output; found by tracing with two batch sizes when None.
+        time_steps: T: `model` computes one step, the program calls it T times with the state reset around the window,
+            takes step t of inputs that have a time dim, and stacks the outputs over T at dim 0.
+        microbatches: parts of a batch that are in the pipeline at once; default pp.
+        schedule: "1f1b" or "gpipe".
+        plan: decisions to keep, as a `Plan` or the path of its JSON; what it does not say is decided.
+        verify: "off", "trace" (compare the traced graph with the model), or "full" (the lowered program too).
+        memory: not available yet.
+        reset: resets the model's state, where snnpart cannot find out how.
+        profile: the machine to predict times for; default `costs.default_profile()`.
+
+    Returns:
+        a `ParallelProgram`: `report()`, `save()`, `launch()`.
+
+    Raises:
+        ConfigError: a bad argument. TraceError: the model cannot be held in a graph. PlanError: no plan satisfies the
+        request. VerifyError: the program does not compute what the model computes.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module",
+            fix="pass the module itself (call a factory first, not the factory)",
+        )
+    if memory is not None:
+        raise ConfigError("memory= is not available yet: no pass places checkpoints", fix="leave memory out")
+    fixed = read_plan(plan)
+    if fixed is not None:
+        tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule
+        microbatches = fixed.microbatches
+    options = Options(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        input_layout=input_layout,
+        in_dims=in_dims,
+        out_dims=out_dims,
+        time_steps=time_steps,
+        microbatches=microbatches,
+        schedule=schedule,
+        verify=verify,
+        reset=reset,
+        profile=profile,
+    )
+    program = ParallelProgram(model, options, fixed)
+    if example_inputs is not None:
+        program.compile(example_inputs)
+    return program
+
+
+def read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
+    """The plan itself, or read from a JSON file."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    try:
+        with open(plan, encoding="utf-8") as file:
+            return Plan.from_json(file.read())
+    except OSError as error:
+        raise ConfigError(f"the plan file cannot be read: {error}", fix="give the path of a plan's JSON") from error
+
+
+class ParallelProgram:
+    """A network compiled for many ranks, or about to be at its first batch."""
+
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None) -> None:
+        self.model, self.options = model, options
+        self._plan = plan
+        self._compiled: CompiledProgram | None = None
+        self._gate: gates.GateReport | None = None
+
+    def compile(self, inputs: Any) -> CompiledProgram:
+        """Compile for `inputs` (as `example_inputs`); the first compilation fixes the plan."""
+        compiled, report = compile_program(self.model, inputs, self.options, self._plan)
+        if self._compiled is None:
+            self._compiled, self._gate, self._plan = compiled, report, compiled.plan
+        return compiled
+
+    @property
+    def compiled(self) -> CompiledProgram:
+        """The lowered program; LaunchError before the first batch in lazy mode."""
+        if self._compiled is None:
+            raise LaunchError(
+                "the program is compiled at its first batch, which has not come yet",
+                fix="give example_inputs= to parallelize, or run a step first",
+            )
+        return self._compiled
+
+    @property
+    def plan(self) -> Plan:
+        return self.compiled.plan
+
+    def report(self) -> Report:
+        """What was decided, and what it costs."""
+        from snnpart.report import build
+
+        return build(self.compiled, self._gate)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the program as a directory that runs without this model's source files (see `artifact`)."""
+        from snnpart.artifact import save
+
+        save(self.compiled, directory)
+
+    def launch(self, optimizer: Callable[..., Any] | None = None, **options: Any) -> RunningProgram | LazyProgram:
+        """Start the program on the ranks torchrun started; see `runtime.launch.launch` for the options.
+
+        In lazy mode the ranks start at the first batch.
+        """
+        if self._compiled is None:
+            return LazyProgram(self, {"optimizer": optimizer, **options})
+        return self._launch({"optimizer": optimizer, **options})
+
+    def _launch(self, options: Mapping[str, Any]) -> RunningProgram:
+        from snnpart.runtime.launch import launch
+
+        return launch(self.compiled, specialise=self._specialise, **options)
+
+    def _specialise(self, inputs: Any, training: bool) -> CompiledProgram:
+        """The same network and plan for another signature; numerics were checked for the first one."""
+        options = replace(self.options, verify="off" if self.options.verify == "off" else "trace")
+        compiled, _ = compile_program(self.model, inputs, options, self.plan, training=training)
+        return compiled
+
+
+class LazyProgram:
+    """A launched program that waits for its first batch; afterwards it is the running program."""
+
+    def __init__(self, program: ParallelProgram, options: Mapping[str, Any]) -> None:
+        self._program, self._options = program, options
+        self._running: RunningProgram | None = None
+
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor]) -> Tensor:
+        """Compile and launch at the first call; then `RunningProgram.train_step`."""
+        return self._start(inputs).train_step(inputs, targets, loss_fn)
+
+    def eval_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[..., Tensor] | None = None) -> Any:
+        """Compile and launch at the first call; then `RunningProgram.eval_step`."""
+        return self._start(inputs).eval_step(inputs, targets, loss_fn)
+
+    def _start(self, inputs: Any) -> RunningProgram:
+        if self._running is None:
+            self._program.compile(inputs)
+            self._running = self._program._launch(self._options)
+        return self._running
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._running is None:
+            raise LaunchError(
+                f"{name} is not there before the first batch: the program is compiled when it comes",
+                fix="give example_inputs= to parallelize to have it at once",
+            )
+        return getattr(self._running, name)
+
+
+def compile_program(
+    model: nn.Module, inputs: Any, options: Options, plan: Plan | None = None, *, training: bool | None = None
+) -> tuple[CompiledProgram, gates.GateReport | None]:
+    """Trace, analyse, decide and lower `model` for `inputs`; compare with the model as `options.verify` says."""
+    check_finite(inputs)
+    profile = options.profile or default_profile()
+    graph = trace_model(model, inputs, options, model.training if training is None else training)
+    report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
+    records = PassManager((*REWRITE, *ANALYZE)).run(graph)
+    decided = decide(
+        graph,
+        tp=options.tp,
+        pp=options.pp,
+        dp=options.dp,
+        schedule=options.schedule,
+        microbatches=options.microbatches or options.pp,
+        pinned=plan,
+        profile=profile,
+    )
+    compiled = lower(graph, decided, profile=profile)
+    compiled = replace(compiled, passes=(*records, *compiled.passes))
+    simulate.dry_run(compiled)
+    if options.verify == "full":
+        report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
+    return compiled, report
+
+
+def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool) -> SpikeGraph:
+    """The network as a graph, with batch and time where the options say."""
+    dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
+    return trace(
+        model,
+        inputs,
+        in_dims=dims.batch,
+        time_dims=dims.time,
+        out_dims=options.out_dims,
+        time_steps=options.time_steps,
+        training=training,
+        reset=options.reset,
+    )
+
+
+def check_finite(inputs: Any) -> None:
+    """ConfigError when an example input holds NaN or Inf: a gate fed with those shows nothing."""
+    for position, x in enumerate(tensor_leaves(inputs)):
+        if x.is_floating_point() and x.device.type != "meta" and not torch.isfinite(x).all():
+            raise ConfigError(
+                f"tensor {position} of the example inputs, shape {tuple(x.shape)}, holds NaN or Inf",
+                fix="give finite example inputs",
+            )
