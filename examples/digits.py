@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,18 @@ def optimizer_for(task: Task) -> Callable[..., torch.optim.Optimizer]:
     return lambda parameters: torch.optim.AdamW(parameters, lr=task.rate)
 
 
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let torch use every core: what is done here, is done while the other ranks wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@all_cores()
 def reference_losses(task: Task, images: Images, steps: int) -> list[float]:
     """Losses of the first steps of plain PyTorch on a copy of the model, gradients accumulated over microbatches."""
     model = copy.deepcopy(task.model)

@@ -14,6 +14,10 @@ from snnpart.report import nodes
 from snnpart.report.data import CollectiveRow, ReplicatedRow, ShardRow
 
 WHOLE = frozenset({"replicate", "replicated"})
+NOTE = "replicated "
+"""Notes of the placement begin with this word, then the module path or the node."""
+
+CHEAPER = "cheaper whole: no split of it pays for its collectives"
 
 
 def sharded(compiled: CompiledProgram, moves: tuple[CollectiveRow, ...]) -> tuple[ShardRow, ...]:
@@ -70,10 +74,12 @@ def _spread(versions: Iterable[TensorSlice]) -> str:
 
 
 def replicated(compiled: CompiledProgram) -> tuple[ReplicatedRow, ...]:
-    """With tp > 1: the layers with a weight of two or more dims that every tp rank holds whole."""
+    """With tp > 1: what every tp rank holds or computes whole: layers with a weight of two or more dims, and whatever
+    else the decision made a note of."""
     if compiled.plan.tp == 1:
         return ()
     rows = []
+    reasons = {key.removeprefix(NOTE): text for key, text in compiled.source.notes.items() if key.startswith(NOTE)}
     for stage in range(compiled.plan.pp):
         program = compiled.stage(stage, 0)
         found = operations(compiled, program)
@@ -81,13 +87,8 @@ def replicated(compiled: CompiledProgram) -> tuple[ReplicatedRow, ...]:
         weights = [t for t in program.tensors if t.kind == "parameter" and len(t.global_shape) > 1]
         for path in dict.fromkeys(t.name.rpartition(".")[0] for t in weights):
             if path not in split:
-                rows.append(ReplicatedRow(path, found.get(path, ""), reason(compiled, path)))
-    return tuple(rows)
-
-
-def reason(compiled: CompiledProgram, path: str) -> str:
-    """Why the layer stays whole: what the decision noted, or that splitting it was not cheaper."""
-    return compiled.source.notes.get(path, "cheaper whole: no split of it pays for its collectives")
+                rows.append(ReplicatedRow(path, found.get(path, ""), reasons.pop(path, CHEAPER)))
+    return (*rows, *(ReplicatedRow(name, "", reason) for name, reason in reasons.items()))
 
 
 def operations(compiled: CompiledProgram, program: StageProgram) -> dict[str, str]:

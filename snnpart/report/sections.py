@@ -102,7 +102,7 @@ def _sharded(report: Report) -> list[Section]:
 
 def _replicated(report: Report) -> list[Section]:
     rows = [(r.module, r.operation, r.reason) for r in report.replicated]
-    return _table("Layers whole on every tp rank", ("layer", "operation", "why"), rows)
+    return _table("Whole on every tp rank", ("layer or node", "operation", "why"), rows)
 
 
 def _boundaries(report: Report) -> list[Section]:

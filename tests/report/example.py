@@ -94,7 +94,7 @@ def source_graph() -> SpikeGraph:
         batch=2,
         states=(StateSlot("cell", "mem", "None"),),
         assumptions=(Assumption("branch", "self.deep is <True>", "net.py:12"),),
-        notes={"head": "10 outputs: <too few> to split"},
+        notes={"replicated head": "10 outputs: <too few> to split", "replicated sort_1": "no rule for sort"},
     )
 
 

@@ -60,8 +60,9 @@ def test_boundary_has_values_and_bytes(report: Report) -> None:
 
 
 def test_replicated_layer_says_why(report: Report) -> None:
-    (row,) = report.replicated
-    assert (row.module, row.operation, row.reason) == ("head", "linear", "10 outputs: <too few> to split")
+    head, other = report.replicated
+    assert (head.module, head.operation, head.reason) == ("head", "linear", "10 outputs: <too few> to split")
+    assert (other.module, other.reason) == ("sort_1", "no rule for sort")
 
 
 def test_without_tp_nothing_is_called_replicated() -> None:
