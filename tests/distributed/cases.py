@@ -147,8 +147,8 @@ def ce_over_time(out: Tensor, target: Tensor) -> Tensor:
 class Case:
     """A network, its batches, and how `parallelize` and the steps are called.
 
-    `batches` gives (inputs, targets) of each step, the whole batch. `loss` None: `(output * targets).sum()`, written as a
-    mean over samples times their number. `batch_dim` is that of the input, `target_dim` that of targets.
+    `batches` gives (inputs, targets) of each step, the whole batch. `loss` None: `(output * targets).sum()`, as a mean
+    over samples times their number. `batch_dim` is that of the input, `target_dim` that of targets.
     """
 
     model: Callable[[], nn.Module]

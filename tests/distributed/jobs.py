@@ -48,7 +48,7 @@ def train_handmade(
 
 
 def run_case(name: str, *, learn: bool = False, clip: float | None = None, **topology: Any) -> dict[str, Any]:
-    """The steps of a case: losses, gradients, outputs and state. Without `learn` gradients accumulate over the steps."""
+    """The steps of a case: losses, gradients, outputs, state. Without `learn` gradients accumulate over the steps."""
     case, (running, compiled) = CASES[name], launch_case(name, learn=learn, clip=clip, **topology)
     losses, outputs, loss_of_eval = [], [], []
     for x, y in case.batches():

@@ -1,4 +1,6 @@
-"""A pool of worker processes that run jobs under gloo: spawned once for a session, used for 2, 3 or 4 ranks.
+"""A pool of worker processes that run jobs under gloo: started once for a session, used for 1 to 4 ranks.
+
+The workers are forked from one server process that has imported torch, so that four of them cost little more than one.
 
 A job is a function given by import path, with plain arguments; each rank calls it inside a process group of its own
 that is made for the job and destroyed after. Results come back by rank. When a rank fails, or a job takes too long, the
@@ -20,6 +22,8 @@ from typing import Any
 
 SIZE = 4
 GRACE = 5.0
+ROOT = Path(__file__).parents[2]
+PRELOAD = ["torch", "torch.distributed.fsdp", "snnpart.api", "snnpart.runtime.launch", "tests.distributed.jobs_launch"]
 
 
 class JobFailed(AssertionError):
@@ -78,7 +82,10 @@ class Pool:
         if self._workers and all(process.is_alive() for process, _ in self._workers):
             return
         self.close()
-        context = get_context("spawn")
+        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         for _ in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)
