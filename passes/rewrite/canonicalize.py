@@ -53,12 +53,20 @@ def sweep(graph: fx.Graph) -> None:
 
 def respell(node: fx.Node) -> None:
     """Give the node the spelling of its operation (in place; the value is the same)."""
+    if node.op == "call_function" and _is_method(node.target):
+        node.op, node.target = "call_method", node.target.__name__  # type: ignore[union-attr]
     if node.op == "call_method":
         _respell_method(node)
     elif node.op == "call_function":
         _respell_function(node)
     if node.op == "call_function" and node.target in spelling.SIGNATURES:
         _respell_arguments(node, spelling.SIGNATURES[node.target])
+
+
+def _is_method(target: Any) -> bool:
+    """True for `torch.Tensor.relu` called as a function."""
+    owner, _, name = getattr(target, "__qualname__", "").rpartition(".")
+    return owner in ("Tensor", "TensorBase") and hasattr(torch.Tensor, name)
 
 
 def _respell_method(node: fx.Node) -> None:

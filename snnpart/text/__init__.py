@@ -9,6 +9,6 @@ The grammar is in docs/ir.md.
 from __future__ import annotations
 
 from snnpart.text.header import UnboundLeaf, parse_graph, print_graph
-from snnpart.text.nodes import parse_fx, print_fx
+from snnpart.text.nodes import parse_fx, print_fx, target_text
 
-__all__ = ["UnboundLeaf", "parse_fx", "parse_graph", "print_fx", "print_graph"]
+__all__ = ["UnboundLeaf", "parse_fx", "parse_graph", "print_fx", "print_graph", "target_text"]

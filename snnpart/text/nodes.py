@@ -68,10 +68,11 @@ def _expression(node: fx.Node) -> str:
         return f"@{literals.write_path(str(node.target))}"
     arguments = [literals.write(arg) for arg in node.args]
     arguments += [f"{key}={literals.write(value)}" for key, value in node.kwargs.items()]
-    return f"{_target(node)}({', '.join(arguments)})"
+    return f"{target_text(node)}({', '.join(arguments)})"
 
 
-def _target(node: fx.Node) -> str:
+def target_text(node: fx.Node) -> str:
+    """What a node calls, as its line says it."""
     target: Any = node.target
     if node.op == "call_module":
         return f"&{literals.write_path(target)}"
