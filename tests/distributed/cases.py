@@ -134,6 +134,25 @@ class Norms(nn.Module):
         return out
 
 
+class Digits(nn.Module):
+    """[T, N, 1, 8, 8] -> [T, N, 10], float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.b, self.n = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), LIF(vth=0.5)
+        self.d, self.e, self.m = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), LIF(vth=0.5)
+        self.h = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset(self)
+        outputs = []
+        for step in x:
+            z = self.n(self.b(self.c(step)))
+            z = F.avg_pool2d(z + self.m(self.e(self.d(z))), 2)
+            outputs.append(self.h(z.flatten(1)))
+        return torch.stack(outputs)
+
+
 def mlp(scale: float = 0.5, **lif: Any) -> nn.Module:
     return fill(nn.Sequential(nn.Linear(4, 6), LIF(**lif), nn.Linear(6, 3), LIF()), scale=scale)
 
