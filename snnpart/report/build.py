@@ -86,7 +86,7 @@ def _stage(compiled: CompiledProgram, stage: int, time: float, balance: float) -
     held = [[t for t in rank.tensors if t.kind == "parameter"] for rank in ranks]
     return data.StageRow(
         index=stage,
-        modules=layers.modules_of(compiled.plan, stage),
+        modules=layers.modules_of(compiled.plan, stage, [facts.origin(n).module for n in ranks[0].graph.nodes]),
         parameters=sum(torch.Size(t.global_shape).numel() for t in held[0]),
         parameters_per_rank=max(sum(torch.Size(t.shape).numel() for t in rank) for rank in held),
         flops=sum(costs.get(node.name, Cost()).flops for node in ranks[0].graph.nodes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -115,14 +115,16 @@ def _tensor_of(node: fx.Node) -> bool:
     return node.op == "get_attr" and facts.get(node, facts.Value) is not None
 
 
-def modules_of(plan: Plan, stage: int) -> tuple[str, ...]:
-    """The stage's modules, each the highest path that lies whole in the stage (`layer1` for all below it)."""
+def modules_of(plan: Plan, stage: int, order: Sequence[str] = ()) -> tuple[str, ...]:
+    """The stage's modules, each the highest path that lies whole in the stage (`layer1` for all below it); those on
+    `order` (module paths as they run) come first, in its order."""
     where: dict[str, set[int]] = {}
     for path, index in plan.stages.items():
         for prefix in _prefixes(path):
             where.setdefault(prefix, set()).add(index)
     whole = {path for path, stages in where.items() if stages == {stage} and path}
-    return tuple(dict.fromkeys(_highest(path, whole) for path in plan.stages if path in whole))
+    paths = dict.fromkeys((*order, *plan.stages))
+    return tuple(dict.fromkeys(_highest(path, whole) for path in paths if whole.intersection(_prefixes(path))))
 
 
 def _highest(path: str, whole: set[str]) -> str:

@@ -41,6 +41,8 @@ def operation(node: fx.Node, compiled: CompiledProgram) -> str:
         return type(leaf.module).__name__ if leaf is not None else str(node.target)
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target)).strip("_")
+    if node.op == "placeholder":
+        return "input"
     return str(node.target) if node.op == "call_method" else node.op
 
 

@@ -32,6 +32,15 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def duration(us: float) -> str:
+    """Microseconds with a unit: `3.9 s`."""
+    for unit in ("µs", "ms"):
+        if abs(us) < 1000:
+            return f"{us:.3g} {unit}"
+        us /= 1000
+    return f"{us:.3g} s"
+
+
 def number(count: float) -> str:
     """A count with a metric prefix: `11.2 M`."""
     for unit in ("", " k", " M", " G"):
@@ -66,7 +75,7 @@ def _lines(title: str, lines: Iterable[str]) -> list[Section]:
 
 
 def _stages(report: Report) -> list[Section]:
-    columns = ("stage", "modules", ">parameters", ">per rank", ">flops", ">predicted µs", ">peak", ">balance")
+    columns = ("stage", "modules", ">parameters", ">per rank", ">flops", ">predicted time", ">peak", ">balance")
     rows = [
         (
             s.index,
@@ -74,7 +83,7 @@ def _stages(report: Report) -> list[Section]:
             number(s.parameters),
             number(s.parameters_per_rank),
             number(s.flops),
-            f"{s.predicted_us:.0f}",
+            duration(s.predicted_us),
             size(s.peak_bytes),
             f"{s.balance:.0%}",
         )

@@ -7,7 +7,7 @@ from html import escape
 
 from snnpart.report.data import GraphNode, Report
 from snnpart.report.drawing import HEIGHT, WIDTH, Box, Drawing, Line
-from snnpart.report.sections import size
+from snnpart.report.sections import duration, size
 
 COLOURS = ("#cfe3ff", "#ffe0b8", "#d3f0d0", "#f3d3ee", "#fff3b0", "#d5eef0", "#e6dcc8", "#e0d9f7")
 """Fill of stage 0, 1, ...; they repeat after the last."""
@@ -35,7 +35,7 @@ def svg(report: Report, drawing: Drawing, hidden: bool) -> str:
 def _column(report: Report, drawing: Drawing, index: int) -> str:
     column = drawing.columns[index]
     row = next((s for s in report.stages if s.index == column.stage), None)
-    times = f" · {row.predicted_us:.0f} µs · {size(row.peak_bytes)}" if row is not None else ""
+    times = f" · {duration(row.predicted_us)} · {size(row.peak_bytes)}" if row is not None else ""
     return (
         f'<g class="stage" data-stage="{column.stage}"><rect x="{column.x}" y="2" width="{column.width}" '
         f'height="{drawing.height}" fill="{colour(column.stage)}" fill-opacity="0.28" rx="8"/>'
@@ -72,7 +72,7 @@ def _box(report: Report, box: Box) -> str:
         f"<title>{escape(_tip(box.label, members))}</title>"
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="{10 if "neuron" in kinds else 4}" fill="{colour(box.stage)}"/>'
         f'<text x="8" y="16" class="name">{escape(_short(box.label))}</text>'
-        f'<text x="8" y="32" class="what">{escape(_short(_what(members)))}</text>{_mark(moves)}</g>'
+        f'<text x="8" y="32" class="what">{escape(_short(_what(members), 27))}</text>{_mark(moves)}</g>'
     )
 
 
@@ -103,7 +103,7 @@ def _tip(label: str, members: list[GraphNode]) -> str:
     return f"{label}\n{first}{more}"
 
 
-def _short(text: str, limit: int = 25) -> str:
+def _short(text: str, limit: int = 23) -> str:
     return text if len(text) <= limit else "…" + text[1 - limit :]
 
 

@@ -13,7 +13,7 @@ from snnpart.plan import Plan
 from snnpart.report import Report, build
 from snnpart.report.layers import modules_of
 from snnpart.report.schema import schema
-from snnpart.report.sections import number, size
+from snnpart.report.sections import duration, number, size
 from tests.report.example import compiled
 
 ROOT = Path(__file__).parents[2]
@@ -155,8 +155,10 @@ def test_modules_are_named_by_the_highest_path_that_is_whole() -> None:
     plan = Plan(pp=2, stages=stages)
     assert modules_of(plan, 0) == ("stem", "layer1", "layer2.0")
     assert modules_of(plan, 1) == ("layer2.1", "fc")
+    assert modules_of(plan, 0, ["layer1.1.conv", "stem.conv", "fc"]) == ("layer1", "stem", "layer2.0")
 
 
 def test_units() -> None:
+    assert [duration(us) for us in (12.3, 3884.2, 3_884_197)] == ["12.3 µs", "3.88 ms", "3.88 s"]
     assert [size(n) for n in (12, 1536, 3 << 20, 5 << 30)] == ["12 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
     assert [number(n) for n in (7, 11_200_000, 3.1e12)] == ["7", "11.20 M", "3.10 T"]
