@@ -1,4 +1,4 @@
-"""The all-rank dry run: checks at compile time, on fake tensors, that the ranks' programs fit together.
+"""The all-rank dry run: checks at compile time, on tensors without data, that the ranks' programs fit together.
 
 Checked, each with the rank, stage and node where it fails:
 
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from snnpart import compat, facts, ops
+from snnpart import facts, ops
 from snnpart.errors import PlanError, SnnpartError, VerifyError
 from snnpart.facts import Value, Values
 from snnpart.frameworks import adapter_for
@@ -215,7 +215,7 @@ def _walk(compiled: CompiledProgram, program: StageProgram) -> int:
     shapes = {part.name: part for part in program.tensors}
     received = {port.name: port.value for port in program.receives}
     values: dict[fx.Node, Any] = {}
-    with compat.fake_mode(), torch.no_grad():
+    with torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "output":
                 break
@@ -252,9 +252,11 @@ def _fake(
         part = shapes.get(str(node.target))
         if part is None:
             raise VerifyError(f"it reads '{node.target}', which this rank does not hold", where=_where(node, program))
-        return torch.empty(part.shape, dtype=part.dtype)
-    args = map_arg(node.args, values.__getitem__)
-    kwargs = map_arg(node.kwargs, values.__getitem__)
+        return _empty(part)
+    if _is_taken_as_stated(node, values):
+        return _stated(node)
+    args = map_aggregate(node.args, lambda a: _on_meta(a, values))
+    kwargs = map_aggregate(node.kwargs, lambda a: _on_meta(a, values))
     if node.op == "call_module":
         return _fake_leaf(node, program, args, kwargs)
     if node.op == "call_method":
@@ -266,9 +268,8 @@ def _fake_input(name: str, compiled: CompiledProgram, received: Mapping[str, Val
     if name == BATCH_SIZE:
         return compiled.source.batch
     if name in received:
-        return torch.empty(received[name].shape, dtype=received[name].dtype)
-    info = next(info for info in compiled.source.inputs if info.name == name)
-    return torch.empty(info.shape, dtype=info.dtype)
+        return _empty(received[name])
+    return _empty(next(info for info in compiled.source.inputs if info.name == name))
 
 
 def _fake_leaf(node: fx.Node, program: StageProgram, args: Any, kwargs: Any) -> Any:
@@ -279,10 +280,6 @@ def _fake_leaf(node: fx.Node, program: StageProgram, args: Any, kwargs: Any) -> 
 
 def _fake_call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     target: Any = node.target
-    if target is ops.batch_norm:
-        return torch.empty_like(args[0])
-    if target is ops.assign:
-        return None
     if target in (ops.all_reduce, ops.grad_all_reduce):
         return args[0]
     if target in ops.COLLECTIVES:
@@ -305,11 +302,27 @@ def _stated(node: fx.Node) -> Any:
     """The node's result as its facts state it."""
     value, values = facts.get(node, Value), facts.get(node, Values)
     stated = value if value is not None else values.items if values is not None else None
-    return pytree.tree_map(_empty, stated, is_leaf=lambda item: isinstance(item, Value))
+    is_value = lambda item: isinstance(item, Value)  # noqa: E731
+    return pytree.tree_map(lambda item: _empty(item) if is_value(item) else item, stated, is_leaf=is_value)
 
 
-def _empty(item: Any) -> Any:
-    return torch.empty(item.shape, dtype=item.dtype) if isinstance(item, Value) else item
+def _empty(item: Any) -> Tensor:
+    """A tensor without data with the shape and type of a fact, slice or input."""
+    return torch.empty(item.shape, dtype=item.dtype, device="meta")
+
+
+def _is_taken_as_stated(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Buffer writers, the user's functions, and what makes a tensor from numbers (it would make it on a real device)."""
+    if node.target in (ops.batch_norm, ops.assign) or isinstance(node.target, ops.Surrogate):
+        return True
+    works = any(not isinstance(values[n], (bool, int, float)) for n in node.all_input_nodes)
+    return not works and facts.get(node, Value) is not None and node.op != "call_module"
+
+
+def _on_meta(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
 def _check_shape(node: fx.Node, made: Any, program: StageProgram) -> None:

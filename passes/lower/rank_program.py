@@ -21,7 +21,7 @@ from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
 from snnpart.passes.lower.schedule import Schedule, in_flight, make_schedule
-from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank
+from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 
@@ -39,12 +39,13 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     schedule, notices = make_schedule(plan.schedule, plan.pp, plan.microbatches)
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
+    cuts: dict[int, tuple[StageGraph, ...]] = {}
     for rank in range(plan.tp):
-        local = shard_for_rank(source, plan.tp, rank, profile)
-        cuts = cut_stages(local.graph, plan.pp)
-        for stage, names in enumerate(_tensors_of_stages(source, plan, cuts)):
+        same = twin(source, rank)
+        cuts[rank] = cuts[same] if same in cuts else cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.pp)
+        for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
             slices = tuple(_slice(source.tensors[name], tensors.get(name), rank) for name in names)
-            programs[stage, rank] = _program(source, plan, cuts[stage], slices, schedule, (stage, rank))
+            programs[stage, rank] = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
     return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=notices)
 
 

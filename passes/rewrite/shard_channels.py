@@ -51,11 +51,23 @@ class ShardChannels:
             graph.graph = _Rewrite(graph, self).run()
 
 
-def shard_for_rank(graph: SpikeGraph, tp: int, rank: int, profile: MachineProfile) -> SpikeGraph:
-    """A copy of `graph` as tp rank `rank` runs it."""
-    local = graph.copy()
-    ShardChannels(tp, rank, profile).run(local)
-    return local
+def shard_for_rank(graph: SpikeGraph, tp: int, rank: int, profile: MachineProfile) -> fx.Graph:
+    """The graph that tp rank `rank` runs; for one rank it is the graph itself. `graph` stays as it is."""
+    return _Rewrite(graph, ShardChannels(tp, rank, profile)).run() if tp > 1 else graph.graph
+
+
+def twin(graph: SpikeGraph, rank: int) -> int:
+    """The first tp rank whose shares all have the sizes of `rank`'s: the two run the same graph on other slices."""
+    spreads = {
+        spread
+        for node in graph.graph.nodes
+        if (placement := facts.get(node, Placement)) is not None
+        for spread in (placement.output, *placement.inputs)
+        if isinstance(spread, Sharded)
+    }
+    return next(
+        other for other in range(rank + 1) if all(spread.size(other) == spread.size(rank) for spread in spreads)
+    )
 
 
 @dataclass(frozen=True)
