@@ -34,6 +34,16 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def blank_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake tensor with shape, strides, dtype, device and gradient of a real one.
+
+    `mode.from_tensor` does more (views, hooks, subclasses) and takes ten times as long. To be called outside the mode.
+    """
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    blank: Tensor = FakeTensor(mode, empty, tensor.device)
+    return blank.requires_grad_() if tensor.requires_grad else blank
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """A block in which no TorchFunctionMode and no `__torch_function__` is called."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
@@ -135,3 +145,8 @@ def real_tensors() -> Iterator[None]:
     """Make real tensors inside the block even while a FakeTensorMode is active."""
     with unset_fake_temporarily():
         yield
+
+
+def refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Have a recurrent module use the parameters it holds now; torch does this after it is moved or loaded."""
+    module._init_flat_weights()

@@ -12,6 +12,7 @@ In the order in which a call is looked at:
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ _REFLECTED = {"__rdiv__": "truediv", "__rtruediv__": "truediv", "__rpow__": "pow
               "__rfloordiv__": "floordiv", "__rmatmul__": "matmul", "__rsub__": "sub", "__radd__": "add",
               "__rmul__": "mul", "__rand__": "and_", "__ror__": "or_", "__rxor__": "xor", "__rlshift__": "lshift",
               "__rrshift__": "rshift"}  # fmt: skip
+
+
+_PYTHON = (FunctionType, Twin)
 
 
 class RecordingMode(TorchFunctionMode):
@@ -104,6 +108,8 @@ class RecordingMode(TorchFunctionMode):
         if any(isinstance(value, TrainingFlag) for value in kwargs.values()):
             kwargs = {key: True if isinstance(value, TrainingFlag) else value for key, value in kwargs.items()}
         try:
+            if args and isinstance(args[0], Tensor) and not isinstance(function, _PYTHON):
+                return function(*args, **kwargs)  # a fake tensor brings its mode along
             with self.recorder.fakes:
                 return function(*args, **kwargs)
         except DATA_DEPENDENT as error:
@@ -329,7 +335,8 @@ def _spelling(function: Any, name: str, args: tuple[Any, ...]) -> tuple[str, Any
 
     if name == "__getitem__":
         return "call_function", operator.getitem, args
-    if getattr(torch.Tensor, name, None) is not function:
+    method = getattr(torch.Tensor, name, None)
+    if method is not function and method is not getattr(function, "__wrapped__", function):  # Tensor.__pow__ wraps pow
         return "call_function", function, args
     if name in _REFLECTED:
         return "call_function", getattr(operator, _REFLECTED[name]), (args[1], args[0])

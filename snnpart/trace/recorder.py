@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from snnpart import facts
-from snnpart.compat import FakeTensor, fake_mode, storage_key, without_torch_function
+from snnpart.compat import FakeTensor, blank_like, fake_mode, storage_key, without_torch_function
 from snnpart.errors import TraceError
 from snnpart.facts import Origin, Value, Values
 from snnpart.graph import TRAINING, Assumption
@@ -99,6 +99,7 @@ class Recorder:
         self._cells: dict[int, Cell] = {}
         self._memories: dict[int, Memory] = {}
         self._fake_of: dict[int, Tensor] = {}
+        self._shared: dict[int, Memory] = {}
         self._kept: list[Tensor] = []
         self._training_node: fx.Node | None = None
         self._constants = 0
@@ -154,7 +155,8 @@ class Recorder:
                 "reset the module's state before (give it a reset() method, or pass reset=f, called as f(model))",
             )
         with self.pause():
-            fake = self.fakes.from_tensor(tensor)
+            fake = blank_like(self.fakes, tensor)
+            self._memories[storage_key(fake)] = self._shared.setdefault(storage_key(tensor), Memory())
         self._fake_of[id(tensor)] = fake
         self._kept.append(tensor)
         node = self.graph.create_node("get_attr", root.name)
