@@ -66,7 +66,7 @@ class Images:
 
 
 def spikingjelly_task() -> Task:
-    """SpikingJelly's SEW-ResNet with one block a stage: 12 convolutions, 4 residual connections, 4 steps."""
+    """SpikingJelly's SEW-ResNet with one block a stage: 12 convolutions, 4 residual connections, 2 steps."""
     from spikingjelly.activation_based import functional, neuron, surrogate
     from spikingjelly.activation_based.model import sew_resnet
 
@@ -78,6 +78,7 @@ def spikingjelly_task() -> Task:
         spiking_neuron=neuron.LIFNode,
         surrogate_function=surrogate.ATan(),
         detach_reset=True,
+        v_threshold=0.5,
     )
     functional.set_step_mode(model, "m")
     return Task(
@@ -89,7 +90,7 @@ def spikingjelly_task() -> Task:
         epochs=4,
         reset=functional.reset_net,
         layout="TNCHW",
-        steps=4,
+        steps=2,
     )
 
 
