@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,14 @@ def blank_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     blank: Tensor = FakeTensor(mode, empty, tensor.device)
     return blank.requires_grad_() if tensor.requires_grad else blank
+
+
+def compiled_functions_run_eagerly() -> AbstractContextManager[Any]:
+    """A block in which functions made with torch.compile run their Python code.
+
+    Does nothing where nobody has compiled anything, as `set_stance` imports the compiler.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def without_torch_function() -> AbstractContextManager[None]:

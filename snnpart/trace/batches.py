@@ -16,7 +16,7 @@ from torch import fx
 
 from snnpart import facts, ops
 from snnpart.facts import Value, Values
-from snnpart.graph import BATCH_SIZE
+from snnpart.graph import BATCH_SIZE, output_node
 from snnpart.trace import places
 from snnpart.trace.session import Recording
 
@@ -207,33 +207,25 @@ def _filled(value: Any, node: fx.Node, size: Any) -> Any:
     return value
 
 
-def shift(recording: Recording, batch: int) -> None:
-    """Let the facts of a merged recording speak of another example batch."""
-    assert recording.batch is not None
-    change = batch - recording.batch
-    for node in recording.graph.nodes:
-        for kind in (Value, Values):
-            held = facts.get(node, kind)
-            if held is not None:
-                facts.put(node, _shifted(held, change))
+def growing(first: Recording, second: Recording) -> tuple[tuple[int, ...], ...] | None:
+    """The dims of every output that grow as the batch does; None when the outputs are not the same ones.
+
+    Says where the batch lies in the outputs also when the graphs differ.
+    """
+    if first.output_names != second.output_names or first.batch is None or second.batch is None:
+        return None
+    found = []
+    for a, b in zip(_shapes(first), _shapes(second), strict=True):
+        if len(a) != len(b):
+            return None
+        change = second.batch - first.batch
+        found.append(tuple(dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if y - x == change))
+    return tuple(found)
 
 
-def _shifted(held: Any, change: int) -> Any:
-    if isinstance(held, Values):
-        return Values(tuple(_shifted(item, change) for item in held.items))
-    if isinstance(held, Value) and any(held.slopes):
-        shape = held.shape_at(change)
-        return replace(held, shape=shape, stride=_dense(held.shape, held.stride, shape))
-    return held
-
-
-def _dense(old: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in the same order of dims, without gaps; a stride of 0 (expanded) stays."""
-    made, step = list(strides), 1
-    for dim in sorted(range(len(old)), key=lambda d: (strides[d], -d)):
-        if strides[dim]:
-            made[dim], step = step, step * shape[dim]
-    return tuple(made)
+def _shapes(recording: Recording) -> list[tuple[int, ...]]:
+    (nodes,) = output_node(recording.graph).args
+    return [facts.need(node, Value).shape for node in nodes]  # type: ignore[union-attr, arg-type]
 
 
 def _place(node: fx.Node) -> str:

@@ -129,7 +129,7 @@ class RecordingMode(TorchFunctionMode):
             )
         if isinstance(out, Tensor):
             if any(out is tensor for tensor in inputs):
-                return out
+                return self._same(out, name, args, kwargs)
         elif not _holds_tensor(out):
             return out
         if name == "__get__":
@@ -138,6 +138,13 @@ class RecordingMode(TorchFunctionMode):
         else:
             op, target, args = _spelling(function, name, args)
         self._emit(op, target, name, args, kwargs, inputs, out)
+        return out
+
+    def _same(self, out: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A call that gave its argument back leaves no node, except `contiguous`: at other sizes it makes a copy."""
+        recorder = self.recorder
+        if name == "contiguous" and not recorder.is_root(out):
+            recorder.rebind(out, recorder.graph.call_method(name, (recorder.node(out), *args[1:]), kwargs))
         return out
 
     def _emit(

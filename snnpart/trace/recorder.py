@@ -85,11 +85,12 @@ class Call(NamedTuple):
 class Recorder:
     """Builds one fx graph from what one forward does."""
 
-    def __init__(self, roots: dict[int, Root], training: bool) -> None:
+    def __init__(self, roots: dict[int, Root], training: bool, keep_flag: bool = True) -> None:
         self.graph = fx.Graph()
         self.fakes = fake_mode()
         self.roots = roots
         self.training = training
+        self._keep_flag = keep_flag
         self.paused = False
         self.path: list[str] = [""]
         self.assumptions: dict[tuple[str, str], Assumption] = {}
@@ -128,9 +129,12 @@ class Recorder:
         finally:
             self.paused = before
 
-    def flag(self) -> TrainingFlag:
+    def flag(self) -> TrainingFlag | bool:
         """What `module.training` is while tracing."""
-        return TrainingFlag(self.training, self._specialise)
+        if self._keep_flag:
+            return TrainingFlag(self.training, self._specialise)
+        self._specialise()
+        return self.training
 
     def _specialise(self) -> None:
         if not self.paused:
@@ -177,6 +181,10 @@ class Recorder:
         self.roots[id(tensor)] = root
         self.assume("constant", f"a tensor from outside the model, shape {shape}, is kept as '{root.name}'")
         return root
+
+    def is_root(self, tensor: Tensor) -> bool:
+        """Whether the tensor stands for one that the network owns."""
+        return self._cells[id(tensor)].root is not None
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether forward has written into a tensor the network owns."""

@@ -16,11 +16,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import facts, ops
+from snnpart.compat import compiled_functions_run_eagerly
 from snnpart.errors import ConfigError, SnnpartError, TraceError
 from snnpart.frameworks import is_leaf, preserved, reset_state
 from snnpart.graph import Assumption, LeafInfo, StateSlot
 from snnpart.trace import places
 from snnpart.trace.calls import ExampleCall
+from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.leaves import Modules
 from snnpart.trace.mode import RecordingMode
 from snnpart.trace.modules import modules_recorded, where
@@ -63,10 +65,21 @@ def record(request: Request, batch: int | None) -> Recording:
     Raises:
         TraceError: forward does something that no graph can hold, or fails.
     """
+    try:
+        return _record(request, batch, keep_flag=True)
+    except FlagRefused:
+        return _record(request, batch, keep_flag=False)
+
+
+class FlagRefused(Exception):
+    """A function of torch takes nothing but a bool where it was given `self.training`."""
+
+
+def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
     model = request.model
     with preserved(model):
         reset_state(model, request.reset)
-        recorder = Recorder(find_roots(model, is_leaf), request.training)
+        recorder = Recorder(find_roots(model, is_leaf), request.training, keep_flag)
         modules = Modules(model, recorder)
         before = Before(model, modules.is_leaf)
         inputs = _placeholders(recorder, request.call, batch)
@@ -84,6 +97,7 @@ def record(request: Request, batch: int | None) -> Recording:
 @contextmanager
 def _patched(recorder: Recorder, modules: Modules) -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(compiled_functions_run_eagerly())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):
@@ -111,6 +125,8 @@ def _run(recorder: Recorder, request: Request, inputs: list[Tensor]) -> Any:
     except SnnpartError:
         raise
     except Exception as error:
+        if isinstance(error, TypeError) and TrainingFlag.__name__ in str(error):
+            raise FlagRefused from error
         origin = places.raised_at(where(recorder, error), error.__traceback__)
         raise TraceError(
             f"forward failed on tensors without data: {type(error).__name__}: {error}",

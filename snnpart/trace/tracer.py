@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import fx, nn
 
-from snnpart import facts
+from snnpart import facts, ops
 from snnpart.errors import ConfigError, TraceError
 from snnpart.facts import Value
 from snnpart.frameworks import is_leaf
@@ -52,26 +53,25 @@ def trace(
     call = example_call(model, example_inputs, in_dims, time_dims)
     _check_time(call, time_steps)
     request = Request(model, call, training, time_steps, reset)
-    recording, fixed = _record_for_all_batches(request)
-    batch = call.batch if call.batch is not None else 1
-    assumptions = recording.assumptions + _further_assumptions(model, call, recording, fixed)
+    traced = _record_for_all_batches(request)
+    recording, batch = traced.recording, call.batch if call.batch is not None else 1
     return SpikeGraph(
         name=name or type(model).__name__,
         graph=recording.graph,
         tensors=_tensors(recording),
         leaves=recording.leaves,
         inputs=call.infos,
-        outputs=_outputs(recording, out_dims, batch, fixed),
+        outputs=_outputs(traced, out_dims, batch),
         in_spec=call.spec,
         out_spec=recording.out_spec,
         out_constants=recording.out_constants,
         batch=batch,
-        batch_fixed=fixed,
+        batch_fixed=traced.fixed,
         time_steps=time_steps,
         traced_training=training,
         training_specialised=recording.specialised,
         states=recording.states,
-        assumptions=assumptions,
+        assumptions=recording.assumptions + _further_assumptions(call, traced),
     )
 
 
@@ -101,44 +101,50 @@ def _check_time(call: ExampleCall, time_steps: int | None) -> None:
             )
 
 
-def _record_for_all_batches(request: Request) -> tuple[Recording, str]:
-    """A recording that holds for every batch size, or one for the example's with the reason why it is fixed."""
+@dataclass(frozen=True)
+class Traced:
+    """A recording that holds for every batch size, or for the example's only, for the reason in `fixed`.
+
+    `batch_dims` are the dims of each output that grow as the batch does; None when that could not be seen.
+    """
+
+    recording: Recording
+    fixed: str = ""
+    batch_dims: tuple[tuple[int, ...], ...] | None = None
+
+
+def _record_for_all_batches(request: Request) -> Traced:
+    """Record at two batch sizes and merge; at a third where a size has an offset."""
     batch = request.call.batch
+    first = record(request, batch)
     if batch is None:
-        return record(request, None), "no input has a batch dim"
+        return Traced(first, "no input has a batch dim", ((),) * len(first.output_names))
     sizes = _other_sizes(request.call, batch)
-    first = record(request, batch if batch > 1 else next(sizes))
     try:
         second = record(request, next(sizes))
     except TraceError as error:
-        return _fixed(request, first, batch, f"forward fails with another batch size: {error}")
+        return Traced(first, f"forward fails with another batch size: {error}")
+    dims = batches.growing(first, second)
     try:
         if batches.merge(first, second):
             batches.agrees(first, record(request, next(sizes)))
     except (BatchMatters, TraceError) as error:
-        return _fixed(request, first, batch, str(error))
-    if first.batch != batch:
-        batches.shift(first, batch)
-    return first, ""
+        # made anew: the one at hand may hold sizes that depend on the batch
+        return Traced(record(request, batch), str(error), dims)
+    return Traced(first, "", dims)
 
 
-def _other_sizes(call: ExampleCall, batch: int) -> Any:
+def _other_sizes(call: ExampleCall, batch: int) -> Iterator[int]:
     """Batch sizes of at least 2 that no dim of the inputs has."""
     taken = call.sizes() | {batch}
-    return iter([n for n in range(2, 2 * len(taken) + 12) if n not in taken])
+    return (n for n in count(2) if n not in taken)
 
 
-def _fixed(request: Request, first: Recording, batch: int, reason: str) -> tuple[Recording, str]:
-    """The example's batch size only. The recording is made anew: the one at hand may be half merged."""
-    return record(request, batch), reason
-
-
-def _further_assumptions(
-    model: nn.Module, call: ExampleCall, recording: Recording, fixed: str
-) -> tuple[Assumption, ...]:
+def _further_assumptions(call: ExampleCall, traced: Traced) -> tuple[Assumption, ...]:
+    recording = traced.recording
     found = [Assumption("constant", f"the input {value!r} is the same in every call") for value in call.constants]
-    if fixed:
-        found.append(Assumption("batch", f"the batch size is fixed: {fixed}"))
+    if traced.fixed:
+        found.append(Assumption("batch", f"the batch size is fixed: {traced.fixed}"))
     if not any(leaf.neuron for leaf in recording.leaves.values()) and not _spikes(recording.graph):
         found.append(Assumption("neuron", "no spiking neuron was found"))
     return tuple(found)
@@ -146,9 +152,7 @@ def _further_assumptions(
 
 def _spikes(graph: fx.Graph) -> bool:
     """Whether there is a surrogate gradient: a hand-written neuron."""
-    from snnpart.ops import Surrogate
-
-    return any(isinstance(node.target, Surrogate) for node in graph.nodes)
+    return any(isinstance(node.target, ops.Surrogate) for node in graph.nodes)
 
 
 def _tensors(recording: Recording) -> dict[str, TensorInfo]:
@@ -164,18 +168,19 @@ def _tensors(recording: Recording) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _outputs(recording: Recording, out_dims: Any, batch: int, fixed: str) -> tuple[OutputInfo, ...]:
-    nodes = output_node(recording.graph).args[0]
-    names = recording.output_names
-    given = _given(out_dims, len(names))
-    return tuple(
-        OutputInfo(name, _batch_dim(name, facts.need(node, Value), dim, out_dims is not None, batch, fixed))  # type: ignore[arg-type]
-        for name, node, dim in zip(names, nodes, given, strict=True)  # type: ignore[arg-type]
-    )
+def _outputs(traced: Traced, out_dims: Any, batch: int) -> tuple[OutputInfo, ...]:
+    names = traced.recording.output_names
+    (nodes,) = output_node(traced.recording.graph).args
+    values = [facts.need(node, Value) for node in nodes]  # type: ignore[union-attr, arg-type]
+    if out_dims is not None:
+        given = _given(out_dims, len(names))
+        return tuple(OutputInfo(*pair) for pair in zip(names, map(_checked, names, values, given), strict=True))
+    seen = traced.batch_dims or [tuple(dim for dim, size in enumerate(v.shape) if size == batch) for v in values]
+    return tuple(OutputInfo(*pair) for pair in zip(names, map(_only, names, values, seen), strict=True))
 
 
-def _given(out_dims: Any, count: int) -> tuple[Any, ...]:
-    if out_dims is None or isinstance(out_dims, int):
+def _given(out_dims: Any, count: int) -> tuple[int | None, ...]:
+    if isinstance(out_dims, int):
         return (out_dims,) * count
     dims = tuple(out_dims)
     if len(dims) != count:
@@ -183,20 +188,16 @@ def _given(out_dims: Any, count: int) -> tuple[Any, ...]:
     return dims
 
 
-def _batch_dim(name: str, value: Value, given: int | None, is_given: bool, batch: int, fixed: str) -> int | None:
-    if is_given:
-        if given is not None and not -len(value.shape) <= given < len(value.shape):
-            raise ConfigError(f"out_dims={given} is outside the {len(value.shape)} dims of '{name}', shape {value.shape}")
-        return None if given is None else given % max(1, len(value.shape))
-    sizes = [dim for dim, size in enumerate(value.shape) if size == batch] if fixed else []
-    found = sizes or [dim for dim, slope in enumerate(value.slopes) if slope == 1]
-    if len(found) > 1:
+def _checked(name: str, value: Value, dim: int | None) -> int | None:
+    rank = len(value.shape)
+    if dim is not None and not -rank <= dim < rank:
+        raise ConfigError(f"out_dims={dim} is outside the {rank} dims of '{name}', shape {value.shape}")
+    return None if dim is None else dim % rank
+
+
+def _only(name: str, value: Value, dims: tuple[int, ...]) -> int | None:
+    if len(dims) > 1:
         raise TraceError(
-            f"dims {found} of '{name}', shape {value.shape}, may each be the batch", fix="say which with out_dims="
+            f"dims {list(dims)} of '{name}', shape {value.shape}, may each be the batch", fix="say which with out_dims="
         )
-    return found[0] if found else None
-
-
-def renamed(graph: SpikeGraph, name: str) -> SpikeGraph:
-    """The same graph under another name."""
-    return replace(graph, name=name)
+    return dims[0] if dims else None

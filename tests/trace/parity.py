@@ -77,7 +77,7 @@ def steps(model: nn.Module, inputs: Any, count: int | None, time_dim: int | None
         return call(model, inputs)
     pick = (lambda x, t: x) if time_dim is None else (lambda x, t: x.select(time_dim, t))
     outs = [call(model, pytree.tree_map(lambda x: pick(x, t), inputs)) for t in range(count)]
-    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *outs)
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *outs)
 
 
 def compare(graph: SpikeGraph, model: nn.Module, inputs: Any, training: bool, reset: Any = None, seed: int = 3) -> None:
