@@ -47,7 +47,7 @@ def test_a_right_environment_is_reused_and_a_stale_one_is_not(tmp_path: Path) ->
 
 
 def test_no_python_is_said() -> None:
-    done = shell("source tools/environment.sh; find_python", PATH="/nowhere")
+    done = shell("source tools/environment.sh; PATH=/nowhere; find_python")
     assert done.returncode == 1 and "no Python 3.11 or newer was found" in done.stderr
 
 
