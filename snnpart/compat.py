@@ -70,6 +70,11 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether `tensor.register_hook` was called: torch has no public way to ask."""
+    return bool(tensor._backward_hooks)
+
+
 def ddp_ignore(module: nn.Module, names: Iterable[str]) -> None:
     """Have a later DDP around `module` leave these parameters and buffers alone.
 

@@ -6,7 +6,20 @@ model of that framework is met and never before.
 
 from snnpart.frameworks.adapter import Adapter
 from snnpart.frameworks.clone import clone_leaf
+from snnpart.frameworks.decode import decode_leaf, leaf_packages
+from snnpart.frameworks.encode import encode_leaf
 from snnpart.frameworks.registry import adapter_for, is_leaf, packages
 from snnpart.frameworks.state import preserved, reset_state
 
-__all__ = ["Adapter", "adapter_for", "clone_leaf", "is_leaf", "packages", "preserved", "reset_state"]
+__all__ = [
+    "Adapter",
+    "adapter_for",
+    "clone_leaf",
+    "decode_leaf",
+    "encode_leaf",
+    "is_leaf",
+    "leaf_packages",
+    "packages",
+    "preserved",
+    "reset_state",
+]

@@ -30,6 +30,8 @@ class Adapter:
 
     name = "torch"
     package = "torch"
+    buffers_are_state = False
+    """Whether the framework's modules take every buffer they have for their state."""
 
     def knows(self, module: nn.Module) -> bool:
         """Whether the module's class, or one it derives from, is the framework's."""
@@ -43,8 +45,15 @@ class Adapter:
         """Whether the module computes a layer of spiking (or leaky integrating) neurons."""
         return False
 
+    def finish(self, module: nn.Module) -> None:
+        """Make again, on a copy, what the module derives from its tensors and keeps in attributes."""
+
     def reset(self, module: nn.Module) -> None:
         """Put the module's own state (not its children's) back to its start, without writing into old tensors."""
+
+    def transient_names(self, module: nn.Module) -> frozenset[str]:
+        """Buffers and plain attributes that hold state, or leftovers of a call: copies and saved leaves lack them."""
+        return frozenset()
 
     def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `module(*args, **kwargs)` returns, as empty tensors; NotImplemented when that is not known."""

@@ -11,17 +11,19 @@ hook puts the holder's present tensors, which FSDP2 swaps, back into the attribu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from snnpart.frameworks.registry import adapter_for
 
-_TORCH_SLOTS = frozenset(vars(nn.Module()))
+TORCH_SLOTS = frozenset(vars(nn.Module()))
 
 
 def clone_leaf(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -29,43 +31,66 @@ def clone_leaf(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
     Args:
         tensors: dotted names relative to the leaf (`w`, `recurrent.weight`, `p.tau_mem_inv`) -> the copy's tensors,
-            whole or slices, taken as they are. What is not named is cloned from the module.
+            whole or slices, taken as they are. What is not named is cloned from the module; a tensor with several names
+            needs one of them.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return _clone_script(module, tensors)
     twins = {id(old): object.__new__(type(old)) for old in module.modules()}
-    for prefix, old in module.named_modules(remove_duplicate=False):
-        new = twins[id(old)]
-        if not vars(new):
-            _copy_attributes(old, new, twins, tensors, prefix + "." if prefix else "")
-    copy: nn.Module = twins[id(module)]
-    for new in copy.modules():
-        adapter_for(new).reset(new)
-    return copy
+    owned = _owned(module, tensors, twins)
+    for prefix, old in module.named_modules():
+        _copy_attributes(old, twins[id(old)], twins, owned)
+        hold_tensors(twins[id(old)], tensors, prefix + "." if prefix else "")
+    made: nn.Module = twins[id(module)]
+    settle(made)
+    return made
+
+
+def settle(module: nn.Module) -> None:
+    """Finish a module that was made without its constructor: what it derives from its tensors, and its state."""
+    for part in list(module.modules()):
+        adapter = adapter_for(part)
+        adapter.finish(part)
+        adapter.reset(part)
+
+
+def _clone_script(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A ScriptModule lives outside Python: torch copies it, and the tensors are set on the copy."""
+    made = copy.deepcopy(module)
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        setattr(functools.reduce(getattr, path, made), last, tensor)
+    return made
+
+
+def _owned(module: nn.Module, tensors: Mapping[str, Tensor], twins: Mapping[int, nn.Module]) -> dict[int, Tensor]:
+    """Every registered tensor of the old module by identity -> the copy's. Tied ones stay tied."""
+    registered = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = {id(old): tensors[name] for name, old in registered if name in tensors}
+    owned: dict[int, Tensor] = {}
+    for _, old in registered:
+        if id(old) in owned:
+            continue
+        value = named[id(old)] if id(old) in named else old.detach().clone()
+        owned[id(old)] = _parameter(old, value, twins) if isinstance(old, nn.Parameter) else value
+    return owned
 
 
 def _copy_attributes(
-    old: nn.Module, new: nn.Module, twins: Mapping[int, nn.Module], tensors: Mapping[str, Tensor], prefix: str
+    old: nn.Module, new: nn.Module, twins: Mapping[int, nn.Module], owned: Mapping[int, Tensor]
 ) -> None:
+    state = adapter_for(old).transient_names(old)
     attributes = vars(new)
-    attributes.update({name: _rebind(value, twins) for name, value in vars(old).items()})
-    attributes["_parameters"] = {
-        name: None if value is None else _parameter(value, tensors.get(prefix + name), twins)
-        for name, value in old._parameters.items()
-    }
-    attributes["_buffers"] = {
-        name: None if value is None else tensors.get(prefix + name, value.detach().clone())
-        for name, value in old._buffers.items()
-    }
-    attributes["_modules"] = {name: None if child is None else twins[id(child)] for name, child in old._modules.items()}
-    for name, value in vars(old).items():
-        if name not in _TORCH_SLOTS:
-            _hold(new, name, value, tensors, prefix)
+    attributes.update({name: _rebind(value, twins) for name, value in vars(old).items() if name not in state})
+    attributes["_parameters"] = {n: None if p is None else owned[id(p)] for n, p in old._parameters.items()}
+    attributes["_buffers"] = {n: None if b is None else owned[id(b)] for n, b in old._buffers.items()}
+    attributes["_modules"] = {n: None if m is None else twins[id(m)] for n, m in old._modules.items()}
 
 
-def _parameter(old: nn.Parameter, given: Tensor | None, twins: Mapping[int, nn.Module]) -> nn.Parameter:
-    """The copy's parameter: the given tensor, with the hooks that rewrite the old parameter's gradient."""
-    value = old.detach().clone() if given is None else given
+def _parameter(old: nn.Parameter, value: Tensor, twins: Mapping[int, nn.Module]) -> nn.Parameter:
+    """The copy's parameter, with the hooks that rewrite the old parameter's gradient."""
     new = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=old.requires_grad)
-    if new is not old:
+    if new is not old and new.requires_grad:
         for hook in (old._backward_hooks or {}).values():
             new.register_hook(_rebind(hook, twins))
     return new
@@ -80,32 +105,58 @@ def _rebind(value: Any, twins: Mapping[int, nn.Module]) -> Any:
     if isinstance(value, functools.partial):
         arguments = [_rebind(item, twins) for item in value.args]
         return functools.partial(_rebind(value.func, twins), *arguments, **_rebind(value.keywords, twins))
-    if type(value) in (list, set):
+    if type(value) in (list, set, tuple):
         return type(value)(_rebind(item, twins) for item in value)
     if isinstance(value, dict):
-        return type(value)((key, _rebind(item, twins)) for key, item in value.items())
-    if type(value) is tuple:
-        return tuple(_rebind(item, twins) for item in value)
+        twin = copy.copy(value)
+        twin.update((key, _rebind(item, twins)) for key, item in value.items())
+        return twin
     return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
-def _hold(new: nn.Module, name: str, value: Any, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Register the floating-point tensors inside a plain attribute under its name, and keep them in step with it."""
-    inside = [(path, tensor) for path, tensor in _paths(value) if tensor.is_floating_point()]
-    if not inside or isinstance(value, Tensor):
-        return
+def hold_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Register the floating-point tensors in the module's plain attributes, those of `tensors` where it names them.
+
+    Integers stay plain: they are sizes. So do constants of a module that takes every buffer for its state.
+    """
+    learned_only = adapter_for(module).buffers_are_state
+    for name, value in list(vars(module).items()):
+        if name in TORCH_SLOTS:
+            continue
+        inside = {
+            path: _given(tensors, f"{prefix}{name}.{path}" if path else prefix + name, tensor)
+            for path, tensor in _paths(value)
+            if tensor.is_floating_point() and (tensor.requires_grad or not learned_only)
+        }
+        if list(inside) == [""]:
+            del vars(module)[name]
+            _register(module, name, value, inside[""])
+        elif inside:
+            _hold(module, name, value, inside)
+
+
+def _given(tensors: Mapping[str, Tensor], name: str, old: Tensor) -> Tensor:
+    return tensors[name] if name in tensors else old.detach().clone()
+
+
+def _hold(module: nn.Module, name: str, value: Any, inside: Mapping[str, Tensor]) -> None:
+    """Put tensors inside a plain attribute into a holder of its name, and keep the attribute in step with it."""
     holder = nn.Module()
-    for path, tensor in inside:
-        given = tensors.get(f"{prefix}{name}.{path}", tensor.detach().clone())
-        *parents, last = path.split(".")
-        owner = functools.reduce(_child, parents, holder)
-        if tensor.requires_grad:
-            owner.register_parameter(last, given if isinstance(given, nn.Parameter) else nn.Parameter(given))
-        else:
-            owner.register_buffer(last, given, persistent=False)
-    new._modules[name] = holder
-    new.register_forward_pre_hook(_Refresh(name))
-    _Refresh(name)(new, ())
+    for path, old in _paths(value):
+        if path in inside:
+            *parents, last = path.split(".")
+            _register(functools.reduce(_child, parents, holder), last, old, inside[path])
+    module._modules[name] = holder
+    module.register_forward_pre_hook(Refresh(name))
+    Refresh(name)(module, ())
+
+
+def _register(owner: nn.Module, name: str, old: Tensor, value: Tensor) -> None:
+    """Make the tensor a parameter of `owner` if it learns, else a buffer that no checkpoint holds."""
+    if old.requires_grad:
+        owner.register_parameter(name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
+    else:
+        owner.register_buffer(name, value, persistent=False)
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:
@@ -115,7 +166,7 @@ def _child(module: nn.Module, name: str) -> nn.Module:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Refresh:
+class Refresh:
     """Forward pre-hook: puts the holder's tensors into the plain attribute of the same name."""
 
     attribute: str

@@ -39,9 +39,13 @@ class NorseAdapter(Adapter):
         x: Tensor = args[0] if args else kwargs["input_tensor"]
         lead = 2 if isinstance(module, _LOOPS) else 1
         probe = (1,) * lead + tuple(x.shape[lead:])
+        flags = [(p, p.requires_grad) for p in tensors_in(getattr(module, "p", ()))]
         with compat.real_tensors(), torch.enable_grad():
             sample = torch.zeros(probe, dtype=x.dtype, requires_grad=x.requires_grad)
             result = module.forward(sample)
+        for parameter, flag in flags:
+            # IAF's first state is `p.v_reset` itself, which it makes require a gradient
+            parameter.requires_grad_(flag)
         return _grow(result, result[0].shape, x, lead)
 
     def time_dim(self, module: nn.Module) -> int | None:

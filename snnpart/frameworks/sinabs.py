@@ -24,6 +24,7 @@ class SinabsAdapter(Adapter):
 
     name = "sinabs"
     package = "sinabs"
+    buffers_are_state = True
 
     def is_neuron(self, module: nn.Module) -> bool:
         return isinstance(module, StatefulLayer)
@@ -36,6 +37,11 @@ class SinabsAdapter(Adapter):
                 module._buffers[name] = torch.zeros(0, dtype=value.dtype, device=value.device)
         for name in ("recordings", "firing_rate"):
             vars(module).pop(name, None)
+
+    def transient_names(self, module: nn.Module) -> frozenset[str]:
+        if not isinstance(module, StatefulLayer):
+            return frozenset()
+        return frozenset({"recordings", "firing_rate", *module._buffers})
 
     def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not _ours(module):

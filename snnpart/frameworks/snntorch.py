@@ -22,6 +22,7 @@ _ELEMENTWISE = {"Leaky": (1, 8.0), "Lapicque": (1, 10.0), "Synaptic": (2, 11.0),
 _RECURRENT = {"RLeaky": (1, 8.0), "RSynaptic": (2, 11.0)}
 _LSTM = {"SLSTM": (2, 30.0), "SConv2dLSTM": (2, 30.0)}
 _STEP = {**_ELEMENTWISE, **_RECURRENT, **_LSTM}
+_STATE = frozenset({"mem", "syn", "syn_exc", "syn_inh", "spk"})
 _MULTI_STEP = ("LeakyParallel", "StateLeaky", "AssociativeLeaky")
 
 
@@ -44,8 +45,15 @@ class SnnTorchAdapter(Adapter):
             return
         if callable(reset := getattr(module, "reset_mem", None)):
             reset()
+        # as new: reset_mem() keeps the batch size of the last call, which would be written into the graph
+        for name, state in module._buffers.items():
+            if name in _STATE and state is not None:
+                module._buffers[name] = torch.zeros(0, dtype=state.dtype, device=state.device)
         for name in ("reset", "spk"):
             vars(module).pop(name, None)
+
+    def transient_names(self, module: nn.Module) -> frozenset[str]:
+        return _STATE | {"reset"} if self.is_neuron(module) else frozenset()
 
     def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not _ours(module, _STEP) or module.state_quant:

@@ -77,9 +77,13 @@ class SpikingJellyAdapter(Adapter):
                 vars(module).pop("v", None)
             return
         # reset() writes into memories in place; a fresh start value first keeps the user's tensor as it is
+        vars(module).setdefault("_memories", {})
         for name, start in module._memories_rv.items():
             module._memories[name] = copy.deepcopy(start)
         module.reset()
+
+    def transient_names(self, module: nn.Module) -> frozenset[str]:
+        return frozenset({"_memories", "v_seq"}) if isinstance(module, base.MemoryModule) else frozenset({"v"})
 
     def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not _ours(module, _LIKE_INPUT) or len(args) != 1 or kwargs or getattr(module, "_neuron_precision", None):
@@ -90,7 +94,9 @@ class SpikingJellyAdapter(Adapter):
         return empty(x, shape, grad=needs_grad(module, x))
 
     def state_names(self, module: nn.Module) -> frozenset[str]:
-        return frozenset({"_memories", *module._memories}) if isinstance(module, base.MemoryModule) else frozenset({"v"})
+        return (
+            frozenset({"_memories", *module._memories}) if isinstance(module, base.MemoryModule) else frozenset({"v"})
+        )
 
     def time_dim(self, module: nn.Module) -> int | None:
         mode = getattr(module, "step_mode", "m" if isinstance(module, base.MultiStepModule) else "s")

@@ -110,8 +110,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(saved)
         for container, content in containers:
             _refill(container, content)
-        for tensor, version, value in tensors:
+        for tensor, version, value, requires_grad in tensors:
             _put_back(tensor, version, value)
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
         for parameter, grad, requires_grad in parameters:
             parameter.requires_grad_(requires_grad)
             parameter.grad = grad
@@ -133,8 +135,8 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _save_tensors(modules: list[nn.Module]) -> list[tuple[Tensor, int, Tensor]]:
-    """Every tensor a forward may write into: buffers and tensors in plain attributes, with version and value."""
+def _save_tensors(modules: list[nn.Module]) -> list[tuple[Tensor, int, Tensor, bool]]:
+    """Every tensor a forward may write into, a buffer or in an attribute: with version, value and gradient flag."""
     found = {
         id(tensor): tensor
         for module in modules
@@ -142,7 +144,7 @@ def _save_tensors(modules: list[nn.Module]) -> list[tuple[Tensor, int, Tensor]]:
         for tensor in tensors_in(value)
         if not isinstance(tensor, nn.Parameter)
     }
-    return [(tensor, tensor._version, tensor.detach().clone()) for tensor in found.values()]
+    return [(t, t._version, t.detach().clone(), t.requires_grad) for t in found.values()]
 
 
 def _put_back(tensor: Tensor, version: int, value: Tensor) -> None:

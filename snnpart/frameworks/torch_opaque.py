@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from snnpart import compat
 from snnpart.frameworks.adapter import Adapter
 
 _OPAQUE = (
@@ -32,3 +33,10 @@ class TorchAdapter(Adapter):
 
     def is_leaf(self, module: nn.Module) -> bool:
         return isinstance(module, _OPAQUE)
+
+    def transient_names(self, module: nn.Module) -> frozenset[str]:
+        return frozenset({"_flat_weights", "_flat_weight_refs"}) if isinstance(module, nn.RNNBase) else frozenset()
+
+    def finish(self, module: nn.Module) -> None:
+        if isinstance(module, nn.RNNBase):
+            compat.refresh_flat_weights(module)
