@@ -15,7 +15,7 @@ _DRAW_NAMES = (
     "bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_"
 )
 _RANDOM = frozenset(_DROPOUT_NAMES.split() + _DRAW_NAMES.split())
-_NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
+_NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__", "and_", "or_"})
 
 
 def is_random(node: fx.Node) -> bool:
@@ -30,8 +30,10 @@ def is_in_place(node: fx.Node) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name in _NOT_IN_PLACE:
+        return False
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+        return name == "__setitem__" or name.startswith("__i")
     return name.endswith("_") or name == "setitem" or node.kwargs.get("out") is not None
 
 

@@ -1,10 +1,10 @@
 """Instruments: what can be watched while passes run, and the search for the pass that broke something.
 
-    Log(write)              a line per pass: seconds and change in nodes
-    DumpAfter(directory)    the graph's text after each pass, `03-analyze-cost.txt`
-    OpCounts()              which operations a pass added and removed
-    StopAfter(name)         no pass after this one
-    bisect(graph, passes, check)   the first pass after which `check` no longer holds
+Log(write)              a line per pass: seconds and change in nodes
+DumpAfter(directory)    the graph's text after each pass, `03-analyze-cost.txt`
+OpCounts()              which operations a pass added and removed
+StopAfter(name)         no pass after this one
+bisect(graph, passes, check)   the first pass after which `check` no longer holds
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ def _body(graph: SpikeGraph) -> Body:
     for path, info in graph.leaves.items():
         inside = {i.name: tensors[i.name] for i in graph.tensors.values() if i.leaf == path}
         prefix = len(path) + 1
-        leaves[path] = clone_leaf(info.module, {name[prefix:]: _as(graph, name, value) for name, value in inside.items()})
+        leaves[path] = clone_leaf(
+            info.module, {name[prefix:]: _as(graph, name, value) for name, value in inside.items()}
+        )
         reset_state(leaves[path])
     own = {n: (i.kind, _as(graph, n, tensors[n])) for n, i in graph.tensors.items() if i.leaf is None}
     body = Body(own, leaves)

@@ -32,7 +32,9 @@ def links(node: fx.Node, source: fx.Node) -> list[Link]:
 def _aligned(node: fx.Node, source: fx.Node, before: Value, after: Value) -> list[Link]:
     """Broadcasting: dims are aligned from the right; a dim of size 1 that grows is none of the input's."""
     shift = len(after.shape) - len(before.shape)
-    return [((d,), (d + shift,)) for d, size in enumerate(before.shape) if d + shift >= 0 and size == after.shape[d + shift]]
+    return [
+        ((d,), (d + shift,)) for d, size in enumerate(before.shape) if d + shift >= 0 and size == after.shape[d + shift]
+    ]
 
 
 def _reshaped(node: fx.Node, source: fx.Node, before: Value, after: Value) -> list[Link]:

@@ -1,0 +1,70 @@
+"""The machine profile: its arithmetic, its text, its defaults, and a measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from snnpart import costs
+from snnpart.costs import Link, MachineProfile
+from snnpart.errors import ConfigError
+
+PROFILE = MachineProfile(
+    name="toy", flops={"float32": 1e9, "float64": 5e8}, copy=1e9, launch_us=3.0, links={"tp": Link(1e6, 10.0)}
+)
+
+
+def test_a_kernel_is_bound_by_arithmetic_or_by_memory() -> None:
+    assert PROFILE.kernel_us(2e6, 0) == pytest.approx(3 + 2000)
+    assert PROFILE.kernel_us(2e6, 0, torch.float64) == pytest.approx(3 + 4000)
+    assert PROFILE.kernel_us(0, 5e6) == pytest.approx(3 + 5000)
+    assert PROFILE.kernel_us(2e6, 0, torch.bfloat16) == pytest.approx(3 + 4000), (
+        "an unlisted dtype is as slow as the slowest"
+    )
+
+
+def test_collectives_are_rings() -> None:
+    assert PROFILE.send_us("tp", 100) == pytest.approx(10 + 100)
+    assert PROFILE.all_gather_us("tp", 400, 4) == pytest.approx(3 * (10 + 100))
+    assert PROFILE.all_reduce_us("tp", 400, 4) == pytest.approx(6 * (10 + 100))
+    assert PROFILE.all_reduce_us("tp", 400, 1) == 0
+    with pytest.raises(ConfigError, match="no link for the mesh axis 'pp'"):
+        PROFILE.send_us("pp", 1)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, *costs.BUILT_IN.values()], ids=lambda p: p.name)
+def test_json_round_trip(profile: MachineProfile) -> None:
+    assert MachineProfile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a machine profile"),
+        ("[]", "not a machine profile"),
+        ('{"version": 9}', "profile version 9 is not 1"),
+        ('{"version": 1, "name": "x"}', "not a machine profile"),
+        ('{"version": 1, "name": "x", "flops": {"float32": -1}, "copy": 1, "launch_us": 0}', "needs positive rates"),
+    ],
+)
+def test_bad_json_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MachineProfile.from_json(text)
+
+
+def test_default_profile_does_not_depend_on_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert costs.default_profile() is costs.CPU and costs.default_profile("h200") is costs.H200
+    assert {"tp", "pp", "dp"} <= set(costs.CPU.links) & set(costs.H200.links)
+    with pytest.raises(ConfigError, match="no built-in machine profile 'abacus'"):
+        costs.default_profile("abacus")
+
+
+def test_a_measurement_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = costs.measured_profile()
+    assert first.flops["float32"] > 1e8 and first.copy > 1e7 and 0 < first.launch_us < 1e4
+    assert costs.measured_profile() == first
+    assert len(list((tmp_path / "snnpart").iterdir())) == 1
