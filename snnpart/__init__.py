@@ -28,8 +28,9 @@ _HOMES = {
 }
 __all__ = ["MachineProfile", "ParallelProgram", "Plan", "Report", "SnnpartError", "load", "parallelize"]
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'snnpart' has no attribute '{name}'")
-    return getattr(import_module(f"snnpart.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'snnpart' has no attribute '{name}'")
+        return getattr(import_module(f"snnpart.{_HOMES[name]}"), name)
