@@ -8,11 +8,13 @@ never called; the buffers are broadcast by `broadcast_buffers` before a step ins
 disturb the microbatches in flight.
 
 FSDP2 keeps one unit per stage: the graph calls functions on parameters, so there are no inner module calls to hang
-smaller units on. Scalars, which it refuses, and parameters that never get a gradient stay whole on every rank.
+smaller units on. Scalars, which it refuses, parameters that never get a gradient, and parameters whose gradient is
+rewritten by a hook of their own (FSDP2 computes with other tensor objects, which lack it) stay whole on every rank.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +29,9 @@ from snnpart import compat
 from snnpart.errors import LaunchError
 from snnpart.runtime.collectives import Axis
 from snnpart.runtime.stage import Stage
+
+_VIEWS = r"FSDP2-wrapped module \(FSDPStageModule\) returned a view tensor"
+"""torch's warning that a view must not be written in place: the pipeline never writes what a stage returns."""
 
 
 class Alone:
@@ -91,6 +96,7 @@ class Fsdp2(Alone):
         self._whole = [p for name, p in stage.parameters() if _stays_whole(p, stage.slices[name].has_gradient)]
         if len(self._whole) < len(list(stage.module.parameters())):
             mesh = DeviceMesh.from_group(axis.group, stage.device.type)
+            warnings.filterwarnings("ignore", _VIEWS)
             fully_shard(stage.module, mesh=mesh, reshard_after_forward=False, ignored_params=set(self._whole))
         self._kept: list[Tensor | None] = []
 
@@ -154,7 +160,8 @@ def fused(tensors: Iterable[Tensor], communicate: Callable[[Tensor], Any]) -> No
 
 
 def _stays_whole(parameter: Tensor, has_gradient: bool) -> bool:
-    return parameter.dim() == 0 or parameter.numel() == 0 or not has_gradient or not parameter.requires_grad
+    learns = has_gradient and parameter.requires_grad and not compat.has_gradient_hooks(parameter)
+    return parameter.dim() == 0 or parameter.numel() == 0 or not learns
 
 
 def _reached(roots: Sequence[Tensor]) -> set[int]:

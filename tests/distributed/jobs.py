@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from snnpart.api import parallelize
 from snnpart.runtime.launch import launch
+from snnpart.runtime.running import RunningProgram
 from tests.distributed.cases import CASES
 from tests.distributed.compiled import compile_case
 from tests.distributed.handmade import compile_by_hand, make_net
@@ -87,3 +90,43 @@ def dp_share(x: Tensor, dim: int, ranks: Any) -> Tensor:
 def _whole(compiled: Any, running: Any, name: str) -> bool:
     stage = compiled.stage(running.ranks.at.pp, running.ranks.at.tp)
     return any(part.name == name and part.dim is None for part in stage.tensors)
+
+
+def ramp(out: Any, _: Any) -> Tensor:
+    """A loss that treats every output unlike the others: a mean over samples of outputs weighted 1, 2, 3, ..."""
+    leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    return torch.stack([(x * torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)).mean() for x in leaves]).sum()
+
+
+def run_zoo(name: str, **topology: Any) -> dict[str, Any]:
+    """One step of a model of the zoo, dp rank r on the example inputs of seed r: loss, gradients, state, outputs."""
+    from tests.zoo import ZOO
+
+    model = ZOO[name]
+    module, inputs = model.build()
+    without_dropout(module)
+    options = {"in_dims": model.in_dims, "time_steps": model.steps, "verify": "off", **topology}
+    if model.steps and model.time_dim is not None:
+        options |= {"in_dims": None, "input_layout": layout(model)}
+    running = parallelize(module, example_inputs=inputs, **options).launch()
+    assert isinstance(running, RunningProgram)
+    mine = model.inputs(seed=running.ranks.at.dp)
+    loss = running.train_step(mine, torch.zeros(2), ramp).item()
+    result = {"loss": loss, "gradients": running.gradients(), "state": running.state_dict()}
+    result["outputs"] = running.eval_step(mine)
+    running.close()
+    return result
+
+
+def without_dropout(module: torch.nn.Module) -> None:
+    """Masks drawn by other ranks would differ from one process's."""
+    for part in module.modules():
+        if "Dropout" in type(part).__name__:
+            part.p = 0.0
+
+
+def layout(model: Any) -> str:
+    """The layout of the model's input, its time dim included."""
+    letters = [chr(ord("a") + dim) for dim in range(len(model.shapes[0]))]
+    letters[model.in_dims], letters[model.time_dim] = "N", "T"
+    return "".join(letters)

@@ -7,7 +7,6 @@ samples of all dp ranks. Buffers after a step are dp rank 0's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class OneProcess:
         everyone = sum(x.shape[self.batch_dim] for x, _ in batches)
         total = 0.0
         for rank, (inputs, targets) in enumerate(batches):
-            buffers = copy.deepcopy(dict(self.model.named_buffers()))
+            buffers = self._statistics()
             sizes = even(inputs.shape[self.batch_dim], self.microbatches)
             for x, y in zip(
                 pieces(inputs, self.batch_dim, sizes), pieces(targets, self.target_dim, sizes), strict=True
@@ -61,9 +60,9 @@ class OneProcess:
                 loss.backward()
                 total += loss.item()
             if rank == 0:
-                after = copy.deepcopy(dict(self.model.named_buffers()))
-            self._set_buffers(buffers)
-        self._set_buffers(after)
+                after = self._statistics()
+            self._set_statistics(buffers)
+        self._set_statistics(after)
         self.reset(self.model)
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -71,10 +70,15 @@ class OneProcess:
             self.optimizer.step()
         return total
 
-    def _set_buffers(self, values: dict[str, Tensor]) -> None:
+    def _statistics(self) -> dict[str, Tensor]:
+        """Copies of BatchNorm's buffers; other modules keep neuron state in theirs."""
+        norms = [(path, m) for path, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        return {f"{path}.{n}": b.clone() for path, norm in norms for n, b in norm.named_buffers(recurse=False)}
+
+    def _set_statistics(self, values: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(values[name])
+            for name, value in values.items():
+                self.model.get_buffer(name).copy_(value)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
@@ -93,7 +97,7 @@ def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
     """Same names, and every tensor equal to `tolerance` of its scale."""
     assert sorted(actual) == sorted(wanted)
     for name, value in wanted.items():
-        scale = max(1.0, float(value.abs().max())) if value.numel() else 1.0
+        scale = max(1.0, float(value.detach().abs().max())) if value.numel() else 1.0
         torch.testing.assert_close(
             actual[name], value, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
