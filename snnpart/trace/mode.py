@@ -52,9 +52,6 @@ _REFLECTED = {"__rdiv__": "truediv", "__rtruediv__": "truediv", "__rpow__": "pow
               "__rrshift__": "rshift"}  # fmt: skip
 
 
-_PYTHON = (FunctionType, Twin)
-
-
 class RecordingMode(TorchFunctionMode):
     """Records what the functions called inside it do."""
 
@@ -108,7 +105,7 @@ class RecordingMode(TorchFunctionMode):
         if any(isinstance(value, TrainingFlag) for value in kwargs.values()):
             kwargs = {key: True if isinstance(value, TrainingFlag) else value for key, value in kwargs.items()}
         try:
-            if args and isinstance(args[0], Tensor) and not isinstance(function, _PYTHON):
+            if args and isinstance(args[0], Tensor) and not isinstance(function, FunctionType):
                 return function(*args, **kwargs)  # a fake tensor brings its mode along
             with self.recorder.fakes:
                 return function(*args, **kwargs)
@@ -193,6 +190,8 @@ class RecordingMode(TorchFunctionMode):
         twin = writes.filled(name, written, args, kwargs) or writes.twin_of(function, name, args, kwargs)
         dtype = self._dtype_of(twin) if twin else None
         if twin is None or dtype is None:
+            if not hasattr(torch.Tensor, name):
+                raise recorder.error(f"'{name}' writes in place and has no twin that does not", "make a new tensor instead")
             clone = graph.call_function(torch.clone, (recorder.node(written),))
             recorder.mark(clone, written)
             rest = tuple(recorder.argument(arg) for arg in args[1:])
@@ -209,7 +208,7 @@ class RecordingMode(TorchFunctionMode):
         """The dtype of the twin's result; None when the twin does not take these arguments."""
         try:
             with torch.no_grad():
-                result = self._run(twin, (twin.args,), {"kwargs": twin.kwargs})
+                result = self._run(twin.function, twin.args, twin.kwargs)
         except (RuntimeError, TypeError):
             return None
         return result.dtype if isinstance(result, Tensor) else None

@@ -12,6 +12,7 @@ import torch
 from snnpart.facts import Origin
 
 _INSIDE = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+_SESSION = os.path.join(os.path.dirname(__file__), "session.py")
 _known: dict[str, bool] = {}
 
 
@@ -24,9 +25,11 @@ def _is_users(file: str) -> bool:
 
 
 def users_frame() -> FrameType | None:
-    """The innermost frame outside torch and snnpart."""
+    """The innermost frame of the forward that is neither torch's nor snnpart's; None in one made of torch's modules."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _SESSION:
+            return None
         frame = frame.f_back
     return frame
 

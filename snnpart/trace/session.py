@@ -77,7 +77,7 @@ class FlagRefused(Exception):
 
 def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
     model = request.model
-    with preserved(model):
+    with _usual_modes(), preserved(model):
         reset_state(model, request.reset)
         recorder = Recorder(find_roots(model, is_leaf), request.training, keep_flag)
         modules = Modules(model, recorder)
@@ -95,16 +95,23 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
 
 
 @contextmanager
-def _patched(recorder: Recorder, modules: Modules) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(compiled_functions_run_eagerly())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+def _usual_modes() -> Iterator[None]:
+    """Autograd on and autocast off, whatever the caller's modes."""
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(functions_recorded(recorder))
-        stack.enter_context(modules_recorded(recorder, modules))
-        stack.enter_context(RecordingMode(recorder))
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def _patched(recorder: Recorder, modules: Modules) -> Iterator[None]:
+    with (
+        compiled_functions_run_eagerly(),
+        functions_recorded(recorder),
+        modules_recorded(recorder, modules),
+        RecordingMode(recorder),
+    ):
         yield
 
 

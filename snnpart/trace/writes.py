@@ -56,9 +56,9 @@ class Twin(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = getattr(torch.Tensor, self.target) if self.op == "call_method" else self.target
-        return function(*args, **kwargs)
+    @property
+    def function(self) -> Any:
+        return getattr(torch.Tensor, self.target) if self.op == "call_method" else self.target
 
 
 @lru_cache(maxsize=None)

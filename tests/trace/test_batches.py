@@ -141,3 +141,15 @@ def test_every_value_has_slopes() -> None:
     values = [facts.get(node, Value) for node in graph.graph.nodes if node.op in ("call_function", "call_method")]
     assert all(v is None or v.slopes.count(1) == 1 for v in values)
     assert [o.batch_dim for o in graph.outputs] == [0, 1]
+
+
+class Permuted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, c = x.shape
+        return x.permute(1, 0, 2).contiguous().view(t * n, c) * 2
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_contiguous_does_nothing_at_batch_1_and_copies_at_others(batch: int) -> None:
+    graph = trace(Permuted(), data(batch, 4, 3), out_dims=0)
+    assert not graph.batch_fixed and affines(graph) == [(4, 0)]

@@ -1,0 +1,288 @@
+"""What is patched on nn.Module while tracing: modes, norms, calls, autocast; and that everything is put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from snnpart import facts, ops
+from snnpart.errors import ConfigError, TraceError
+from snnpart.trace import trace
+from tests.trace.models import LIF, Spike, data, fill
+from tests.trace.parity import check, snapshot
+
+
+def norms(model: nn.Module, *shape: int, **options: Any) -> list[tuple[Any, ...]]:
+    graph = check(fill(model), data(*shape) * 2, **options)
+    assert not graph.training_specialised
+    return [node.args for node in graph.graph.nodes if node.target is ops.batch_norm]
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.BatchNorm1d(4), (5, 4)),
+        (nn.BatchNorm1d(4), (5, 4, 3)),
+        (nn.BatchNorm2d(4, momentum=None), (3, 4, 3, 3)),
+        (nn.BatchNorm3d(4, affine=False), (3, 4, 2, 2, 2)),
+        (nn.BatchNorm2d(4, track_running_stats=False), (3, 4, 3, 3)),
+    ],
+)
+def test_batch_norm_is_one_node_for_both_modes(norm: nn.Module, shape: tuple[int, ...]) -> None:
+    (args,) = norms(nn.Sequential(norm, nn.Identity()), *shape, others=data(7, *shape[1:]))
+    assert args[6].target == "training"
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, self.w, training=self.training, momentum=0.2)
+
+
+def test_functional_batch_norm() -> None:
+    (args,) = norms(Functional(), 5, 4)
+    assert (args[3].target, args[6].target, args[7]) == ("mean", "training", 0.2)
+
+
+def test_a_frozen_norm_keeps_its_mode() -> None:
+    model = fill(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model.train()
+    model[1].eval()
+    graph = trace(model, data(5, 4))
+    (node,) = [node for node in graph.graph.nodes if node.target is ops.batch_norm]
+    assert node.args[6] is False
+    assert [a.text for a in graph.assumptions if a.kind == "mode"] == ["module '1' stays in eval mode, as it is in the model"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.4), nn.InstanceNorm1d(3), nn.AlphaDropout(0.3), nn.Dropout(0.4, inplace=True), nn.LayerNorm(4)]
+)
+def test_torchs_own_modules_do_not_specialise(layer: nn.Module, training: bool) -> None:
+    graph = check(fill(nn.Sequential(nn.Linear(4, 4), layer)), data(2, 3, 4), training=training)
+    assert not graph.training_specialised
+
+
+class Old(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.5, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_function_that_takes_only_a_bool_specialises(training: bool) -> None:
+    graph = check(nn.Sequential(nn.Linear(4, 4), Old()).double(), data(3, 4), training=training)
+    assert graph.training_specialised and [a.kind for a in graph.assumptions] == ["branch", "neuron"]
+
+
+class Switches(nn.Module):
+    def __init__(self, mode: bool) -> None:
+        super().__init__()
+        self.l, self.mode = nn.Linear(4, 4), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.l.train(self.mode)
+        return self.l(x)
+
+
+def test_switching_modes_inside_forward_is_refused() -> None:
+    model = fill(Switches(False))
+    with pytest.raises(TraceError, match="switches a module between training and eval"):
+        trace(model, data(3, 4))
+    assert model.l.training is True
+    check(fill(Switches(True)), data(3, 4))
+
+
+class Mixed(nn.Module):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.l, self.enabled = nn.Linear(4, 4), enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=self.enabled):
+            return Spike.apply(self.l(x))
+
+
+def test_autocast_inside_forward() -> None:
+    check(fill(Mixed(False)), data(3, 4))
+    with pytest.raises(TraceError, match="autocast is switched on inside forward") as caught:
+        trace(fill(Mixed(True)), data(3, 4))
+    assert "test_modules.py" in str(caught.value)
+
+
+def test_the_callers_modes_do_not_matter() -> None:
+    model = fill(nn.Sequential(nn.Linear(4, 4), LIF()))
+    with torch.no_grad():
+        graph = trace(model, data(3, 4))
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        other = trace(model, data(3, 4))
+    assert str(graph.graph) == str(other.graph)
+    assert all(facts.every(a) == facts.every(b) for a, b in zip(graph.graph.nodes, other.graph.nodes, strict=True))
+
+
+class Cut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.a(x).relu()
+            top, where = y.max(1, keepdim=True)
+        return self.b(x) * y + top * where
+
+
+def test_no_grad_inside_forward_cuts_gradients() -> None:
+    model = fill(Cut())
+    graph = check(model, data(3, 4), others=data(5, 4))
+    assert sum(node.target is torch.detach for node in graph.graph.nodes) == 1
+    assert graph.tensors["a.weight"].used
+
+
+def test_one_layer_is_not_a_network() -> None:
+    with pytest.raises(ConfigError, match="the model is a single LSTM") as caught:
+        trace(nn.LSTM(4, 4), data(3, 2, 4))
+    assert "nn.Sequential" in str(caught.value)
+
+
+class Opaque(nn.Module):
+    """torch's own recurrent and attention modules stay whole; nested state goes in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.attention = nn.LSTM(4, 8, batch_first=True), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        y, state = self.lstm(x)
+        y, state = self.lstm(x + y[..., :4], state)
+        z, weights = self.attention(y, y, value=y, need_weights=True)
+        return z, weights, state[0]
+
+
+def test_opaque_modules_are_leaves() -> None:
+    graph = check(fill(Opaque()), data(3, 5, 4), others=data(6, 5, 4))
+    calls = [(node.target, sorted(node.kwargs)) for node in graph.graph.nodes if node.op == "call_module"]
+    assert calls == [("lstm", []), ("lstm", []), ("attention", ["need_weights", "value"])]
+    assert graph.tensors["lstm.weight_ih_l0"].leaf == "lstm" and not graph.leaves["lstm"].neuron
+    assert [o.batch_dim for o in graph.outputs] == [0, 0, 1]
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.twice = torch.compile(lambda x: x * 2 + 1, fullgraph=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(self.twice(x))
+
+
+def test_compiled_functions_are_traced_through() -> None:
+    graph = trace(fill(Compiled()), data(3, 4))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_method"] == ["mul", "add"]
+
+
+ARRAY = data(4).numpy()
+
+
+class FromArray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) + torch.from_numpy(ARRAY)
+
+
+def test_a_tensor_made_behind_the_tracers_back_is_a_constant() -> None:
+    graph = check(fill(FromArray()), data(3, 4))
+    assert graph.tensors["_constant0"].kind == "constant"
+    (found,) = [a for a in graph.assumptions if a.kind == "constant"]
+    assert "_constant0" in found.text and "test_modules.py" in found.place
+
+
+OUTSIDE = torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+
+class Foreign(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * OUTSIDE
+
+
+def test_a_trained_tensor_from_outside_is_refused() -> None:
+    with pytest.raises(TraceError, match="requires grad but belongs to no module"):
+        trace(Foreign(), data(3, 4))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.again = self.a
+        self.parts = [self.a, nn.Linear(4, 4).double()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[1](self.again(self.b(x))) + self.a(x)
+
+
+def test_tied_and_unregistered_tensors() -> None:
+    graph = check(fill(Tied()), data(3, 4))
+    assert graph.tensors["a.weight"].aliases == ("b.weight", "again.weight")
+    hidden = graph.tensors["parts.1.weight"]
+    assert (hidden.kind, hidden.registered) == ("parameter", False)
+
+
+class Asks(nn.Module):
+    """A buffer read as a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(self.steps)):
+            x = x * 2
+        return x
+
+
+def test_a_buffer_may_be_read_as_a_number() -> None:
+    graph = check(Asks(), data(3, 4), others=data(5, 4))
+    (found,) = [a for a in graph.assumptions if a.kind == "constant"]
+    assert "steps" in found.text and "test_modules.py" in found.place
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.n, self.log = nn.Linear(4, 4), LIF(), []
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.n(self.l(x))
+        self.seen += 1
+        self.seen = self.seen + 1
+        self.log.append(y)
+        self.l.weight.requires_grad
+        raise ValueError("no")
+
+
+def test_everything_is_put_back_after_a_failure() -> None:
+    model = fill(Fails())
+    before = snapshot(model)
+    patched = (nn.Module.__call__, nn.BatchNorm1d.forward, torch.autocast.__enter__, vars(nn.Module).get("training"))
+    with pytest.raises(TraceError, match="ValueError: no"):
+        trace(model, data(3, 4))
+    assert snapshot(model) == before and model.log == [] and model.n.v is None
+    assert patched == (
+        nn.Module.__call__, nn.BatchNorm1d.forward, torch.autocast.__enter__, vars(nn.Module).get("training")
+    )  # fmt: skip
+    assert model.training is True
