@@ -147,7 +147,8 @@ def _hold(module: nn.Module, name: str, value: Any, inside: Mapping[str, Tensor]
             *parents, last = path.split(".")
             _register(functools.reduce(_child, parents, holder), last, old, inside[path])
     module._modules[name] = holder
-    module.register_forward_pre_hook(Refresh(name))
+    if Refresh(name) not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(Refresh(name))
     Refresh(name)(module, ())
 
 

@@ -100,8 +100,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(module, dict(vars(module))) for module in modules]
     containers = [(c, _copy(c)) for _, saved in attributes for c in saved.values() if _is_container(c)]
-    tensors = _save_tensors(modules)
-    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    tensors = _written_tensors(modules)
+    values = [(t, t._version, t.detach().clone()) for t in tensors]
+    flags = [(t, t.requires_grad, t.grad) for t in (*model.parameters(), *tensors) if t.is_leaf]
     try:
         yield
     finally:
@@ -110,13 +111,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(saved)
         for container, content in containers:
             _refill(container, content)
-        for tensor, version, value, requires_grad in tensors:
+        for tensor, version, value in values:
             _put_back(tensor, version, value)
-            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        for tensor, requires_grad, grad in flags:
+            if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
-        for parameter, grad, requires_grad in parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = grad
+            tensor.grad = grad
 
 
 def _is_container(value: Any) -> bool:
@@ -135,8 +135,8 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _save_tensors(modules: list[nn.Module]) -> list[tuple[Tensor, int, Tensor, bool]]:
-    """Every tensor a forward may write into, a buffer or in an attribute: with version, value and gradient flag."""
+def _written_tensors(modules: list[nn.Module]) -> list[Tensor]:
+    """Every tensor that a forward may write into: buffers, and tensors in plain attributes."""
     found = {
         id(tensor): tensor
         for module in modules
@@ -144,7 +144,7 @@ def _save_tensors(modules: list[nn.Module]) -> list[tuple[Tensor, int, Tensor, b
         for tensor in tensors_in(value)
         if not isinstance(tensor, nn.Parameter)
     }
-    return [(t, t._version, t.detach().clone(), t.requires_grad) for t in found.values()]
+    return list(found.values())
 
 
 def _put_back(tensor: Tensor, version: int, value: Tensor) -> None:

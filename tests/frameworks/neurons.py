@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ def _x(*shape: int) -> Tensor:
 
 
 def _in_mode(kind: Any, mode: str, arguments: dict[str, Any]) -> nn.Module:
-    made: nn.Module = kind(**arguments)
+    made = kind(**arguments)
     made.step_mode = mode
-    return made
+    return cast(nn.Module, made)
 
 
 def spikingjelly() -> dict[str, Case]:

@@ -31,7 +31,7 @@ def run(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Tensor], dict[
     outputs = pytree.tree_leaves(module(*leaves)) + pytree.tree_leaves(module(*leaves))
     made = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     loss = sum(((out * torch.linspace(0.5, 1.5, out.numel()).view(out.shape)).sum() for out in made), torch.zeros(()))
-    learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    learned: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, [leaves[0], *learned.values()], allow_unused=True)
     return outputs, dict(zip(["input", *learned], found, strict=True))
 
@@ -42,7 +42,8 @@ def assert_same(one: nn.Module, two: nn.Module, inputs: tuple[Any, ...]) -> None
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert grads.keys() <= others.keys()
     for name, value in grads.items():
-        assert (value is None) == (others[name] is None) and (value is None or torch.equal(value, others[name])), name
+        other = others[name]
+        assert (value is None and other is None) or torch.equal(value, other), name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,10 +81,10 @@ def test_given_tensors_are_taken_as_they_are() -> None:
 
 def test_tied_tensors_inside_a_leaf_stay_tied() -> None:
     snn = pytest.importorskip("snntorch")
-    cell = snn.RLeaky(beta=0.9, all_to_all=False, V=torch.rand(4))
+    cell: Any = snn.RLeaky(beta=0.9, all_to_all=False, V=torch.rand(4))
     assert cell.V is cell.recurrent.V
-    copy = clone_leaf(cell, {})
-    again = decode_leaf(json.loads(json.dumps(encode_leaf(cell))), tensors_of(cell))
+    copy: Any = clone_leaf(cell, {})
+    again: Any = decode_leaf(json.loads(json.dumps(encode_leaf(cell))), tensors_of(cell))
     for other in (copy, again):
         assert other.V is other.recurrent.V and other.V is not cell.V
 
@@ -102,13 +103,23 @@ def test_copies_do_not_stay_in_the_frameworks_registry() -> None:
 def test_bound_methods_belong_to_the_copy() -> None:
     snn = pytest.importorskip("snntorch")
     cell = snn.Leaky(beta=0.9)
-    assert clone_leaf(cell, {}).state_function.__self__ is not cell
+    copy: Any = clone_leaf(cell, {})
+    assert copy.state_function.__self__ is copy
 
 
 def learning_lif() -> tuple[nn.Module, Tensor]:
     norse = pytest.importorskip("norse.torch")
     tau = torch.tensor([150.0, 250.0, 350.0], requires_grad=True)
     return norse.LIFCell(norse.LIFParameters(tau_mem_inv=tau)), tau
+
+
+def test_a_copy_of_a_copy_is_a_copy() -> None:
+    cell, _ = learning_lif()
+    once = clone_leaf(cell, {})
+    twice = clone_leaf(once, dict(once.named_parameters()))
+    assert encode_leaf(twice) == encode_leaf(once) == encode_leaf(cell)
+    assert len(twice._forward_pre_hooks) == 1
+    assert dict(twice.named_parameters())["p.tau_mem_inv"] is dict(once.named_parameters())["p.tau_mem_inv"]
 
 
 @pytest.mark.parametrize("how", ["clone", "read"])
@@ -137,11 +148,11 @@ def test_hooks_on_parameters_work_on_the_copy() -> None:
     norse = pytest.importorskip("norse.torch")
     cell = norse.LIFRecurrentCell(3, 4)
     for copy in (clone_leaf(cell, {}), decode_leaf(encode_leaf(cell), tensors_of(cell))):
-        state = None
+        state: Any = None
         for _ in range(20):
             spikes, state = copy(torch.full((2, 3), 300.0), state)
         state.v.sum().backward()
-        gradient = copy.recurrent_weights.grad
+        gradient: Any = copy.get_parameter("recurrent_weights").grad
         assert torch.equal(gradient.diagonal(), torch.zeros(4)) and gradient.abs().sum() > 0
 
 

@@ -1,0 +1,199 @@
+"""State: a reset starts a window, `preserved` puts everything back, and neither touches the user's tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from snnpart.errors import TraceError
+from snnpart.frameworks import adapter_for, preserved, reset_state
+from tests.frameworks.neurons import every_case
+from tests.zoo_models import Lif
+
+CASES = every_case()
+
+
+def first(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    torch.manual_seed(3)
+    out: Tensor = pytree.tree_leaves(module(*inputs))[0]
+    return out.detach().clone()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reset_brings_back_the_first_window(name: str) -> None:
+    factory, inputs = CASES[name]
+    module = factory()
+    want = first(module, inputs)
+    first(module, inputs)
+    reset_state(module)
+    assert torch.equal(first(module, inputs), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reset_does_not_write_into_old_state(name: str) -> None:
+    factory, inputs = CASES[name]
+    module = factory()
+    first(module, inputs)
+    old = [t for t in pytree.tree_leaves([dict(vars(m)) for m in module.modules()]) if isinstance(t, Tensor)]
+    values = [t.detach().clone() for t in old]
+    reset_state(module)
+    assert all(torch.equal(t, value) for t, value in zip(old, values, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preserved_puts_everything_back_also_on_failure(name: str) -> None:
+    factory, inputs = CASES[name]
+    module = factory()
+    module(*inputs)
+    attributes = [(m, dict(vars(m)), dict(m._buffers), dict(m._parameters)) for m in module.modules()]
+    state = [t for t in pytree.tree_leaves([a[1] for a in attributes]) if isinstance(t, Tensor)]
+    values = [(t.detach().clone(), t.requires_grad, t.grad) for t in state]
+    with pytest.raises(KeyError), preserved(module):
+        reset_state(module)
+        loss = sum(t.sum() for t in pytree.tree_leaves(module(*inputs)) if isinstance(t, Tensor) and t.requires_grad)
+        loss.backward()  # type: ignore[union-attr]
+        module.eval()
+        module.extra = torch.ones(1)
+        raise KeyError
+    for m, attribute, buffers, parameters in attributes:
+        assert vars(m).keys() == attribute.keys()
+        assert all(vars(m)[key] is value for key, value in attribute.items())
+        assert m._buffers == buffers and m._parameters == parameters
+    for tensor, (value, requires_grad, grad) in zip(state, values, strict=True):
+        assert torch.equal(tensor, value) and tensor.requires_grad == requires_grad and tensor.grad is grad
+
+
+def test_preserved_keeps_batchnorm_statistics() -> None:
+    """BatchNorm writes them without raising the tensor's version."""
+    norm = nn.BatchNorm1d(3)
+    mean: Any = norm.running_mean
+    with preserved(norm):
+        norm(torch.randn(8, 3) + 5)
+        assert mean.abs().sum() > 0
+    assert norm.running_mean is mean and not mean.any() and not bool(norm.num_batches_tracked)
+
+
+def test_preserved_undoes_in_place_writes_into_state() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.total: Tensor
+            self.register_buffer("total", torch.zeros(2))
+            self.seen: list[Tensor] = []
+            self.last = {"x": torch.zeros(2)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total += x * self.weight
+            self.seen.append(x)
+            self.last["x"].add_(1)
+            return self.total
+
+    module = Sum()
+    total, seen, held = module.total, module.seen, module.last["x"]
+    with preserved(module):
+        module(torch.ones(2))
+        assert module.total.grad_fn is not None
+    assert module.total is total and not total.any() and total.grad_fn is None and not total.requires_grad
+    assert module.seen is seen == [] and not held.any()
+
+
+def test_hand_written_neurons_are_reset_by_their_own_method() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), Lif())
+    net(torch.randn(2, 3))
+    assert net[1].mem is not None
+    reset_state(net)
+    assert net[1].mem is None
+
+
+def test_a_parent_may_reset_its_children() -> None:
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v: Any = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.v = self.v + x
+            out: Tensor = self.v * 2
+            return out
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.child = nn.Linear(2, 2), Child()
+
+        def reset_states(self) -> None:
+            self.child.v = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.child(self.fc(x))
+            return out
+
+    net = Net()
+    net(torch.ones(1, 2))
+    reset_state(net)
+    assert net.child.v == 0.0
+    bare = nn.Sequential(nn.Linear(2, 2), Child())
+    bare(torch.ones(1, 2))
+    with pytest.raises(TraceError) as error:
+        reset_state(bare)
+    assert str(error.value) == (
+        "module '1' (Child): attribute 'v' holds a tensor of an earlier forward\n"
+        "  to mend it: give the module a reset() without arguments, or pass reset=f, called as f(model)"
+    )
+
+
+def test_the_users_reset_comes_instead_of_all_else() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), Lif())
+    net(torch.randn(2, 3))
+    calls: list[nn.Module] = []
+    reset_state(net, calls.append)
+    assert calls == [net] and net[1].mem is not None
+
+
+def test_a_reset_that_initialises_weights_does_not_change_them() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.cache: Any = torch.zeros(3)
+
+        def reset(self) -> None:
+            nn.init.zeros_(self.weight)
+            self.cache = None
+
+    layer = Layer()
+    reset_state(layer)
+    assert layer.cache is None and bool((layer.weight == 1).all())
+
+
+def test_a_model_that_was_just_run_can_be_reset_and_copied() -> None:
+    """Casebook A24: membranes that carry a graph stop a deepcopy until they are reset."""
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    net = nn.Sequential(nn.Linear(3, 4), neuron.LIFNode(), nn.Linear(4, 2))
+    x = torch.randn(2, 3)
+    want = net(x)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(net)
+    reset_state(net)
+    assert torch.equal(copy.deepcopy(net)(x), want)
+
+
+def test_the_registry_of_instances_does_not_grow() -> None:
+    """Casebook A19."""
+    snn = pytest.importorskip("snntorch")
+    net = nn.Sequential(nn.Linear(3, 4), snn.Leaky(beta=0.9, init_hidden=True))
+    before = len(snn.SpikingNeuron.instances)
+    for _ in range(5):
+        with preserved(net):
+            reset_state(net)
+            net(torch.randn(2, 3))
+            adapter_for(net[1]).infer(net[1], (torch.randn(2, 4),), {})
+    gc.collect()
+    assert len(snn.SpikingNeuron.instances) == before
