@@ -41,7 +41,7 @@ use_environment() {  # TORCH EXTRAS
         "$start" -m venv "$folder"
     fi
     say "installing snnpart[$extras] with torch $torch into $folder (a few minutes the first time)"
-    "$PYTHON" -m pip install --quiet --upgrade pip
-    (cd "$ROOT" && "$PYTHON" -m pip install --quiet -e ".[$extras]" -c "tools/constraints-$torch.txt")
+    "$PYTHON" -m pip install --quiet --quiet --upgrade pip
+    (cd "$ROOT" && "$PYTHON" -m pip install --quiet --quiet -e ".[$extras]" -c "tools/constraints-$torch.txt")
     stamp_of "$torch" "$extras" > "$folder/.snnpart-$extras"
 }
