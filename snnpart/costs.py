@@ -21,6 +21,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def measure_profile(device: str | torch.device = "cpu") -> MachineProfile:
     rates = {}
     for name in known.flops:
         x = torch.ones(size, size, dtype=getattr(torch, name), device=device)
-        rates[name] = 2.0 * size**3 / _seconds(lambda x=x: x @ x, device)
+        rates[name] = 2.0 * size**3 / _seconds(partial(torch.matmul, x, x), device)
     large = torch.ones(1 << (26 if device.type == "cuda" else 22), device=device)
     small = torch.ones(1, device=device)
     return MachineProfile(

@@ -47,7 +47,7 @@ def calls(graph: SpikeGraph, target: Any) -> list[fx.Node]:
 
 
 def execute(graph: SpikeGraph, inputs: Sequence[Tensor], *, seed: int = 0) -> dict[str, Tensor]:
-    """Outputs, gradients of inputs and parameters for a fixed cotangent, and buffers, after one forward and backward."""
+    """Outputs, gradients of inputs and parameters for a fixed cotangent, and buffers afterwards."""
     body = _body(graph)
     given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     sizes = [graph.batch] if any(node.target == BATCH_SIZE for node in graph.graph.nodes) else []

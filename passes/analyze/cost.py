@@ -1,9 +1,9 @@
 """analyze-cost: what every node computes, moves and keeps, and how long that takes on a machine.
 
-Counted at the example batch. flops: 2 for a multiply-add. read and written: each operand and each result once.
-saved: bytes that autograd keeps from forward for backward, each value counted where it is saved first. A multi-step neuron
-runs its element-wise operations T times, one launch each; a view costs nothing. Backward of a product needs one product
-for each operand that requires grad; other operations need about what forward needs.
+Counted at the example batch. flops: 2 for a multiply-add. read and written: each operand and each result once. saved:
+bytes that autograd keeps from forward for backward, each value counted where it is saved first. A multi-step neuron
+runs its element-wise operations T times, one launch each; a view costs nothing. Backward of a product needs one
+product for each operand that requires grad; other operations need about what forward needs.
 
 Time is the profile's roofline: launches + max(flops / rate, bytes / copy rate).
 """
@@ -26,9 +26,9 @@ from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.kinds import first_value, name_of, value_of
 
 _SAVES_INPUT = frozenset({"conv", "linear", "matmul", "norm", "surrogate", "leaf", "pool"})
-_SAVES_BOTH = frozenset("mul div pow maximum minimum where".split())
-_SAVES_RESULT = frozenset("relu sigmoid tanh exp sqrt rsqrt reciprocal softmax log_softmax".split())
-_SAVES_MASK = frozenset("dropout clamp abs hardtanh relu6".split())
+_SAVES_BOTH = frozenset({"mul", "div", "pow", "maximum", "minimum", "where"})
+_SAVES_RESULT = frozenset({"relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax"})
+_SAVES_MASK = frozenset({"dropout", "clamp", "abs", "hardtanh", "relu6"})
 _NEURON_STEP_SAVES = 2
 """Values of the input's size that a neuron keeps for each step: membrane before and after the spike."""
 

@@ -1,8 +1,9 @@
 """Which dim of an input is which dim of the result, operation by operation.
 
-`links(node, source)` gives pairs (dims of the input, dims of the result) that hold the same elements in the same order:
-((2,), (1,)) for a dim that moved, ((0, 1), (0,)) for two dims merged into one, ((0,), (0, 1)) for one split in two. Dims
-that are reduced, mixed or indexed away are in no pair. Known for the kinds of `kinds`; nothing is claimed for others.
+`links(node, source)` gives pairs (dims of the input, dims of the result) that hold the same elements in the same
+order: ((2,), (1,)) for a dim that moved, ((0, 1), (0,)) for two dims merged into one, ((0,), (0, 1)) for one split in
+two. Dims that are reduced, mixed or indexed away are in no pair. Known for the kinds of `kinds`; nothing is claimed
+for others.
 """
 
 from __future__ import annotations

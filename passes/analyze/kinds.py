@@ -1,7 +1,8 @@
 """Operations by kind, for the analyses: what an operation does with the dims and the numbers of its inputs.
 
 A node's operation is known by its plain name (`add` for `torch.add` and for the method `add` alike), so that the
-analyses also hold on graphs that were not canonicalized. What is in no list is `other`: the analyses then claim nothing.
+analyses also hold on graphs that were not canonicalized. What is in no list is `other`: the analyses then claim
+nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ Kind = Literal[
 
 _NAMES: dict[Kind, str] = {
     "elementwise": (
-        "add sub rsub mul div floor_divide remainder fmod pow maximum minimum eq ne lt le gt ge logical_and logical_or "
-        "logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where clamp relu sigmoid tanh neg abs exp "
-        "log log1p expm1 sqrt rsqrt reciprocal square sin cos atan erf sign floor ceil round positive detach clone to "
-        "type_as contiguous dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d "
-        "leaky_relu elu gelu silu mish hardtanh relu6 softplus hardsigmoid hardswish celu selu prelu logsigmoid softsign "
-        "threshold lerp addcmul addcdiv masked_fill nan_to_num heaviside bernoulli isnan isinf isfinite zeros_like "
-        "ones_like full_like rand_like randn_like all_reduce grad_all_reduce float double half bfloat16"
+        "add sub rsub mul div floor_divide remainder fmod pow maximum minimum eq ne lt le gt ge logical_and "
+        "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where clamp relu "
+        "sigmoid tanh neg abs exp log log1p expm1 sqrt rsqrt reciprocal square sin cos atan erf sign floor ceil "
+        "round positive detach clone to type_as contiguous dropout alpha_dropout feature_dropout "
+        "feature_alpha_dropout dropout1d dropout2d dropout3d leaky_relu elu gelu silu mish hardtanh relu6 softplus "
+        "hardsigmoid hardswish celu selu prelu logsigmoid softsign threshold lerp addcmul addcdiv masked_fill "
+        "nan_to_num heaviside bernoulli isnan isinf isfinite zeros_like ones_like full_like rand_like randn_like "
+        "all_reduce grad_all_reduce float double half bfloat16"
     ),
     "view": "reshape view flatten unflatten squeeze unsqueeze",
     "permute": "permute transpose movedim t swapaxes",
@@ -35,15 +37,15 @@ _NAMES: dict[Kind, str] = {
     "reduction": "sum mean amax amin max min prod var std any all argmax argmin norm logsumexp",
     "conv": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
     "linear": "linear",
-    "matmul": "matmul bmm mm baddbmm addmm scaled_dot_product_attention",
+    "matmul": "matmul bmm mm scaled_dot_product_attention",
     "norm": "batch_norm layer_norm group_norm instance_norm rms_norm softmax log_softmax normalize local_response_norm",
     "pool": (
         "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
         "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d interpolate pad"
     ),
     "factory": (
-        "zeros ones full empty rand randn randint randperm arange linspace tensor as_tensor eye scalar_tensor new_zeros "
-        "new_ones new_full new_empty"
+        "zeros ones full empty rand randn randint randperm arange linspace tensor as_tensor eye scalar_tensor "
+        "new_zeros new_ones new_full new_empty"
     ),
     "same": "expand repeat roll flip index_assign shard all_gather reduce_scatter cumsum index_select gather",
 }

@@ -1,9 +1,9 @@
 """Time loops: at which step of an unrolled loop a value is made.
 
 A loop over T steps calls the same neuron layer, or the same layer's weights, T times. T is the number that most of
-the layers are called; call k of such a layer is made at step k (in groups, when a layer is called several times a step).
-Every other value is made at the latest step of what it is computed from. Where the input has a time dim, indexing it
-with t gives a value of step t.
+the layers are called; call k of such a layer is made at step k (in groups, when a layer is called several times a
+step). Every other value is made at the latest step of what it is computed from. Where the input has a time dim,
+indexing it with t gives a value of step t.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def find(graph: SpikeGraph) -> Loop:
     """The graph's time loop; no steps and no groups when there is none."""
     groups = _repeated(graph)
     length = _length(graph, groups)
-    if length < 2:
-        return Loop({}, ())
-    whole = [nodes for nodes in groups if len(nodes) % length == 0]
+    whole = [nodes for nodes in groups if len(nodes) % length == 0] if length > 1 else []
     seeds = {node: place * length // len(nodes) for nodes in whole for place, node in enumerate(nodes)}
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
     return Loop(_spread(graph, seeds, times, length), whole)

@@ -29,7 +29,8 @@ Function = Callable[..., Any]
 SYNONYMS: Mapping[str, str] = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs", "negative": "neg",
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
-    "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat", "concatenate": "cat", "clip": "clamp",
+    "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim", "concat": "cat",
+    "concatenate": "cat", "clip": "clamp",
     "__add__": "add", "__radd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__mul__": "mul", "__rmul__": "mul",
     "__truediv__": "div", "__div__": "div", "__floordiv__": "floor_divide", "__mod__": "remainder", "__pow__": "pow",
     "__matmul__": "matmul", "__neg__": "neg", "__pos__": "positive", "__abs__": "abs", "__invert__": "bitwise_not",
@@ -55,7 +56,8 @@ MIRRORED: Mapping[str, str] = {
 
 CASTS: Mapping[str, torch.dtype] = {
     "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
-    "bool": torch.bool, "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+    "bool": torch.bool, "int": torch.int32, "long": torch.int64, "short": torch.int16, "char": torch.int8,
+    "byte": torch.uint8,
 }  # fmt: skip
 
 KEPT_METHODS = frozenset(
@@ -121,8 +123,8 @@ def _avg_pool(space: int) -> Signature:
 
 
 _BINARY = (
-    "add sub rsub mul div floor_divide remainder maximum minimum matmul bmm mm eq ne lt le gt ge logical_and logical_or "
-    "logical_xor bitwise_and bitwise_or bitwise_xor"
+    "add sub rsub mul div floor_divide remainder maximum minimum matmul bmm mm eq ne lt le gt ge logical_and "
+    "logical_or logical_xor bitwise_and bitwise_or bitwise_xor"
 )
 _UNARY = (
     "relu sigmoid tanh neg abs exp log sqrt rsqrt reciprocal square sin cos sign floor ceil round detach clone "

@@ -25,7 +25,13 @@ Function = Callable[..., Any]
 
 _REFUSED = frozenset({"from_file", "frombuffer", "from_numpy"})
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul neg pos abs invert and_ or_ xor eq ne lt le gt ge getitem"
-_OWN = (ops.batch_norm, ops.assign, ops.index_assign, ops.affine, *sorted(ops.COLLECTIVES, key=lambda f: f.__name__))
+_OWN: tuple[Function, ...] = (
+    ops.batch_norm,
+    ops.assign,
+    ops.index_assign,
+    ops.affine,
+    *sorted(ops.COLLECTIVES, key=lambda f: f.__name__),
+)
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
 _PYTHON_FACTORIES = ("tensor", "as_tensor", "arange")
 

@@ -1,7 +1,7 @@
 """Types in the text form: `float32[8+2n, 3, 32, 32] stride (3072, 1, 96, 3) grad`, and nested tuples of them.
 
-`8+2n` is a dim of 8 at the example batch which grows by 2 with each further sample. The stride is written when it is not
-the contiguous one (`stride ?`: unknown), `grad` when the value requires grad.
+`8+2n` is a dim of 8 at the example batch which grows by 2 with each further sample. The stride is written when it is
+not the contiguous one (`stride ?`: unknown), `grad` when the value requires grad.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SPELLINGS: dict[str, tuple[Callable[[Tensor], Any], Any, tuple[Any, ...]]] = {
     "-x": (lambda x: -x, torch.neg, ()),
     "x @ y": (lambda x: x @ x, torch.matmul, ()),
     "x >= 0": (lambda x: (x >= 0).to(x), torch.ge, (0,)),
-    "0 < x": (lambda x: (0 < x).to(x), torch.gt, (0,)),
+    "0 < x": (lambda x: (0 < x).to(x), torch.gt, (0,)),  # noqa: SIM300
     "view": (lambda x: x.view(2, 3, 16), torch.reshape, ((2, 3, 16),)),
     "view(tuple)": (lambda x: x.view((2, 3, 16)), torch.reshape, ((2, 3, 16),)),
     "reshape -1": (lambda x: x.reshape(2, -1, 16), torch.reshape, ((2, -1, 16),)),
