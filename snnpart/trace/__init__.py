@@ -7,11 +7,15 @@ libraries such as einops work by themselves; what it does not see is data.
     calls       example inputs as a call, and where batch and time lie
     roots       tensors the module owns, under the user's names
     places      which module and which line is running
+    cells       what is remembered of a tensor and of a call
     recorder    tensors -> nodes; views and in-place writes made functional
     views, writes  how a write through a view reaches its base; functional twins of in-place functions
     mode        the TorchFunctionMode
     surrogates  autograd.Function classes as one node each
-    modules     nn.Module patched: leaves, BatchNorm, the flag `training`
+    norms       BatchNorm as one node
+    leaves      modules that stay whole
+    modules     nn.Module patched: calls, BatchNorm, the flag `training`
+    patches     attributes of classes replaced and put back
     states      what forward changed on the module
     session     one run under all of these
     batches     two runs with two batch sizes become one graph

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from snnpart.compat import FakeTensor
 from snnpart.frameworks import adapter_for, preserved
 from snnpart.graph import LeafInfo
+from snnpart.trace.cells import Call, How, items_of
 from snnpart.trace.patches import patched
-from snnpart.trace.recorder import Call, How, Recorder, items_of
+from snnpart.trace.recorder import Recorder
 
 
 class Modules:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snnpart import ops
+from snnpart.trace.cells import Call, How
 from snnpart.trace.flags import TrainingFlag
-from snnpart.trace.recorder import Call, How, Recorder
+from snnpart.trace.recorder import Recorder
 
 
 def record_batch_norm(

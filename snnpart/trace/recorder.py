@@ -15,8 +15,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -27,59 +27,11 @@ from snnpart.errors import TraceError
 from snnpart.facts import Origin, Value, Values
 from snnpart.graph import TRAINING, Assumption
 from snnpart.trace import places, views
+from snnpart.trace.cells import Call, Cell, How, Memory, items_of, value_of
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.roots import Root
 
 _LITERALS = (int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-@dataclass(slots=True, eq=False)
-class Memory:
-    """Memory shared by some tensors: how often it was written, and how many tensors are not views of another."""
-
-    writes: int = 0
-    bases: int = 0
-
-
-class How(NamedTuple):
-    """A call: the function's name, and what it was called with."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class Cell:
-    """One tensor, the node that holds its value, and, for a view, what it is a view of and how it was made.
-
-    `makers` are the nodes that led from `base_node` to the view; `how` is the function's name with the arguments after
-    the first; `piece` tells which of several results it is; `seen` is the number of writes that `node` includes.
-    """
-
-    tensor: Tensor
-    node: fx.Node
-    memory: Memory
-    root: Root | None = None
-    base: Cell | None = None
-    base_node: fx.Node | None = None
-    makers: tuple[fx.Node, ...] = ()
-    how: How = How("", (), {})
-    piece: tuple[int, tuple[Tensor, ...]] | None = None
-    seen: int = 0
-    from_function: tuple[Tensor, ...] = ()
-
-
-class Call(NamedTuple):
-    """A call that was run on fake tensors: how, the tensors among its arguments, and its result.
-
-    `detached`: it ran outside autograd on tensors that carry a gradient.
-    """
-
-    how: How
-    inputs: list[Tensor]
-    out: Any
-    detached: bool
 
 
 class Recorder:
@@ -252,7 +204,7 @@ class Recorder:
             return self.training_node()
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             made = self.graph.call_function(type(value), tuple(self.argument(item) for item in value))
-            facts.put(made, self.here(), Values(tuple(_value(item) for item in value)))
+            facts.put(made, self.here(), Values(tuple(value_of(item) for item in value)))
             return made
         if isinstance(value, tuple):
             return tuple(self.argument(item) for item in value)
@@ -286,7 +238,7 @@ class Recorder:
         if isinstance(call.out, Tensor):
             self._result(call.out, (node,), call, None)
         else:
-            facts.put(node, self.here(), _value(call.out))
+            facts.put(node, self.here(), value_of(call.out))
             self._results(call.out, (node,), call)
 
     def _results(self, out: Any, makers: tuple[fx.Node, ...], call: Call) -> None:
@@ -298,7 +250,7 @@ class Recorder:
                 self._result(item, (*makers, taken), call, (index, pieces))
             elif isinstance(item, (tuple, list, dict)):
                 taken = self.graph.call_function(operator.getitem, (makers[-1], key))
-                facts.put(taken, self.here(), _value(item))
+                facts.put(taken, self.here(), value_of(item))
                 self._results(item, (*makers, taken), call)
 
     def _result(
@@ -332,7 +284,7 @@ class Recorder:
 
     def mark(self, node: fx.Node, tensor: Tensor, requires_grad: bool | None = None) -> None:
         """Write the facts of a node that makes a tensor like `tensor`."""
-        value = _value(tensor)
+        value = value_of(tensor)
         if requires_grad is not None:
             value = replace(value, requires_grad=requires_grad)
         facts.put(node, self.here(), value)
@@ -402,18 +354,3 @@ class Recorder:
         for cell in self._cells.values():
             if cell.from_function:
                 self._check_detached(cell)
-
-
-def items_of(out: Any) -> tuple[Any, ...]:
-    """The items of a tuple, list or dict result."""
-    return tuple(out.values()) if isinstance(out, dict) else tuple(out)
-
-
-def _value(item: Any) -> Any:
-    if isinstance(item, Tensor):
-        shape = tuple(item.shape)
-        return Value(shape, item.dtype, (0,) * len(shape), tuple(item.stride()), item.requires_grad)
-    if isinstance(item, (tuple, list, dict)):
-        return Values(tuple(_value(one) for one in items_of(item)))
-    return item
-

@@ -21,8 +21,9 @@ from torch.utils import checkpoint
 
 from snnpart import ops
 from snnpart.compat import version
+from snnpart.trace.cells import Call, How
 from snnpart.trace.patches import patched
-from snnpart.trace.recorder import Call, How, Recorder
+from snnpart.trace.recorder import Recorder
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def functions_recorded(recorder: Recorder) -> Iterator[None]:
 
 def _subclasses(cls: type) -> Iterator[type]:
     seen: set[type] = set()
-    waiting = [cls]
+    waiting: list[Any] = [cls]
     while waiting:
         for sub in waiting.pop().__subclasses__():
             if sub not in seen:

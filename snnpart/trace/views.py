@@ -23,10 +23,10 @@ from snnpart import ops
 Scatter = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
 _RESHAPES = frozenset(
-    "view reshape flatten unflatten unsqueeze unsqueeze_ squeeze squeeze_ view_as reshape_as contiguous ravel".split()
+    ["view", "reshape", "flatten", "unflatten", "unsqueeze", "unsqueeze_", "squeeze", "squeeze_", "view_as", "reshape_as", "contiguous", "ravel"]
 )
-_SWAPS = frozenset("transpose transpose_ swapaxes swapaxes_ swapdims swapdims_".split())
-_WHOLE_SWAPS = frozenset("t t_ T mT".split())
+_SWAPS = frozenset(["transpose", "transpose_", "swapaxes", "swapaxes_", "swapdims", "swapdims_"])
+_WHOLE_SWAPS = frozenset(["t", "t_", "T", "mT"])
 
 
 def scatter_for(name: str, base: Tensor, view: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scatter | None:

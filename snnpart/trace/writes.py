@@ -14,23 +14,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snnpart.trace.cells import Called
+
 Function = Callable[..., Any]
 
-METADATA = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ swapdims_".split())
+_CHANGES_SHAPE = "unsqueeze_ squeeze_ transpose_ t_ swapaxes_ swapdims_"
+METADATA = frozenset(_CHANGES_SHAPE.split())
 """Methods that change the shape of the tensor object itself, not its values."""
 
-REFUSED = frozenset("set_ resize_ resize_as_ as_strided_ apply_ map_ map2_ sparse_resize_".split())
-_NO_WRITE = frozenset("requires_grad_ detach_ share_memory_ rename_ retain_grad".split())
-_NO_TWIN = frozenset(
-    "zero_ fill_ copy_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_".split()
-)
+_CHANGES_MEMORY = "set_ resize_ resize_as_ as_strided_ apply_ map_ map2_ sparse_resize_"
+REFUSED = frozenset(_CHANGES_MEMORY.split())
+_WRITES_NOTHING = "requires_grad_ detach_ share_memory_ rename_ retain_grad"
+_NO_WRITE = frozenset(_WRITES_NOTHING.split())
+_FILLS = "zero_ fill_ copy_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_"
+_NO_TWIN = frozenset(_FILLS.split())
 _DUNDERS = {
     "__iadd__": "add",
     "__isub__": "sub",
@@ -61,7 +65,7 @@ class Twin(NamedTuple):
         return getattr(torch.Tensor, self.target) if self.op == "call_method" else self.target
 
 
-@lru_cache(maxsize=None)
+@cache
 def _inplace_position(function: Function) -> int | None:
     """The position of a function's parameter `inplace`."""
     try:
@@ -80,8 +84,9 @@ def _asks_inplace(function: Function, args: tuple[Any, ...], kwargs: dict[str, A
     return position is not None and position < len(args) and bool(args[position])
 
 
-def written_by(function: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def written_by(called: Called) -> Any:
     """The tensor (or tuple of them) that this call writes in place, or None."""
+    function, name, args, kwargs, _ = called
     if kwargs.get("out") is not None:
         return kwargs["out"]
     if name in _DUNDERS or name == "__setitem__":
@@ -93,8 +98,9 @@ def written_by(function: Function, name: str, args: tuple[Any, ...], kwargs: dic
     return None
 
 
-def twin_of(function: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
+def twin_of(called: Called) -> Twin | None:
     """The out-of-place call, or None when there is none."""
+    function, name, args, kwargs, _ = called
     if kwargs.get("out") is not None:
         rest = {key: value for key, value in kwargs.items() if key != "out"}
         return _call(function, name, args, rest)
@@ -125,8 +131,9 @@ def _call(function: Function, name: str, args: tuple[Any, ...], kwargs: dict[str
     return Twin("call_function", function, args, kwargs)
 
 
-def filled(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
+def filled(called: Called, x: Tensor) -> Twin | None:
     """`zero_` and `fill_` with a number as a new tensor; None for everything else."""
+    name, args, kwargs = called.name, called.args, called.kwargs
     if name == "zero_":
         return Twin("call_function", torch.zeros_like, (x,), {})
     value = args[1] if len(args) > 1 else kwargs.get("value")
