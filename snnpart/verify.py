@@ -103,7 +103,7 @@ def _placeholders(graph: SpikeGraph) -> Broken:
 
 def _output(graph: SpikeGraph) -> Broken:
     outputs = [node for node in graph.graph.nodes if node.op == "output"]
-    last = next(reversed(graph.graph.nodes))
+    last = next(iter(reversed(graph.graph.nodes)))
     if len(outputs) != 1 or last.op != "output":
         yield last, f"the graph has {len(outputs)} outputs, or nodes after it; it must end with its only output"
         return
