@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from snnpart.plan import Plan
-from tests.distributed.cases import CASES, Case, reset
+from tests.distributed.cases import CASES, LIF, Case, reset
 from tests.distributed.pool import Pool
 from tests.distributed.reference import OneProcess, assert_same
 
@@ -34,12 +35,30 @@ def one_process(
         call=case.call,
     )
     losses, outputs = [], []
+    assert_active(one.model, lambda: case.call(one.model, case.batches()[0][0]))
     for x, y in case.batches():
         parts = zip(x.tensor_split(dp, case.batch_dim), y.tensor_split(dp, case.target_dim), strict=True)
         losses.append(one.train_step(list(parts), case.loss_fn(x.shape[case.batch_dim])))
         outputs.append([one.evaluate(part) for part in x.tensor_split(dp, case.batch_dim)])
     result = {"losses": losses, "outputs": outputs, "gradients": one.gradients(), "state": one.model.state_dict()}
     return one, result
+
+
+def assert_active(model: nn.Module, call: Any) -> None:
+    """Every neuron layer fires at a rate in 0.01..0.99: parity of silent layers would prove nothing."""
+    rates: dict[str, list[float]] = {}
+    hooks = [
+        module.register_forward_hook(lambda m, args, out, p=path: rates.setdefault(p, []).append(out.mean().item()))
+        for path, module in model.named_modules()
+        if isinstance(module, LIF)
+    ]
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    call()
+    reset(model)
+    model.load_state_dict(statistics, strict=False)
+    for hook in hooks:
+        hook.remove()
+    assert all(0.01 < sum(found) / len(found) < 0.99 for found in rates.values()), rates
 
 
 def check(pool: Pool, name: str, ranks: int, how: dict[str, Any], *, learn: bool = False) -> list[dict[str, Any]]:
