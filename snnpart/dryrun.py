@@ -52,7 +52,7 @@ def dry_run(compiled: CompiledProgram) -> DryRun:
     _check_schedule(compiled.schedule)
     nodes = 0
     walked: set[tuple[Any, ...]] = set()
-    for at, program in compiled.stages.items():
+    for program in compiled.stages.values():
         signature = _signature(program)
         if signature not in walked:
             walked.add(signature)
@@ -141,7 +141,7 @@ def _form(port: Port) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _check_collectives(compiled: CompiledProgram) -> None:
-    for (stage, tp_rank), program in compiled.stages.items():
+    for (stage, _), program in compiled.stages.items():
         first = compiled.stages[stage, 0]
         for mine, theirs in _longest(_collectives(program.graph), _collectives(first.graph)):
             if mine is None or theirs is None or (mine.target, mine.args[1:]) != (theirs.target, theirs.args[1:]):
@@ -312,7 +312,7 @@ def _empty(item: Any) -> Tensor:
 
 
 def _is_taken_as_stated(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Buffer writers, the user's functions, and what makes a tensor from numbers (it would make it on a real device)."""
+    """Buffer writers, the user's functions, and what makes a tensor from numbers (it would be on a real device)."""
     if node.target in (ops.batch_norm, ops.assign) or isinstance(node.target, ops.Surrogate):
         return True
     works = any(not isinstance(values[n], (bool, int, float)) for n in node.all_input_nodes)

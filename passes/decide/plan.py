@@ -30,7 +30,7 @@ def decide(
     profile: MachineProfile,
     objective: Objective = "max",
 ) -> Plan:
-    """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; its other fields are not read.
+    """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; other fields are not read.
 
     The result depends on the arguments alone, never on the rank or on measurements, so that every rank can make it.
 

@@ -6,7 +6,7 @@ result lies, and which inputs receive only this rank's part of their gradient. E
 
     operation                         rule       inputs                     result         partial gradient
     conv, linear (weight W, bias b)   column     x R, W S(out), b S(0)      S(channel)     x
-                                      row        x S(channel), W S(in), b R P              -       b is added after the sum
+                                      row        x S(channel), W S(in), b R P              -  (b is added after the sum)
     conv with groups                  group      x S(channel), W S(0)       S(channel)     -       cut at group borders
     batch_norm                        shard      x S(1), its tensors S(0)   S(1)           -
     neuron layer                      shard      x S(channel)               S(channel)     its scalar parameters

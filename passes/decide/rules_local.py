@@ -207,7 +207,7 @@ def surrogate(node: fx.Node, ask: Ask) -> Row:
     ):
         raise Declined("its result has another shape than its input")
     target = node.target
-    assert isinstance(target, ops.Surrogate)
+    assert isinstance(target, ops.Surrogate)  # the table asks for no other
     sizes = tuple(len(shape(n)) for n in tensors)
     types = tuple(facts.need(n, Value).dtype for n in tensors)
     positions = tuple(tensors.index(a) if isinstance(a, fx.Node) and a in tensors else None for a in node.args)
@@ -217,7 +217,7 @@ def surrogate(node: fx.Node, ask: Ask) -> Row:
     except TypeError:
         raise Declined("its arguments cannot be tried out") from None
     if not separable:
-        raise Declined(f"{target.__name__} is not seen to treat every element by itself")
+        raise Declined(f"{target.function.__name__} is not seen to treat every element by itself")
     return found
 
 

@@ -16,9 +16,11 @@ from snnpart.passes.decide.rules import Ask, Declined, R, Row, argument, divided
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where a kind of matrix operation keeps its channels: `space` spatial dims, dims of the weight, position of groups.
+    """Where a kind of matrix operation keeps its channels.
 
-    `columns` is the weight's dim of output channels, `rows` that of input channels, `groups` the argument index."""
+    `space` counts spatial dims; `columns` is the weight's dim of output channels, `rows` that of input channels,
+    `groups` the position of the number of groups among the arguments.
+    """
 
     space: int
     columns: int

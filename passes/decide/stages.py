@@ -1,7 +1,7 @@
 """Cuts the network into pipeline stages.
 
-The problem. Let the parts with keys (see `parts`) be 0..K-1 in topological order, w_i the predicted forward and backward
-time of everything at position i, and c_i the time to send what crosses the boundary before part i, forward values and
+The problem. Let the parts with keys (see `parts`) be 0..K-1 in topological order, w_i the predicted time, forward and
+backward, of everything at position i, and c_i the time to send what crosses the boundary before part i, values and
 returning gradients (c_0 = c_K = 0). Choose 0 = k_0 < k_1 < ... < k_S = K so that
 
     the slowest stage, max over s of  sum of w_i for k_s <= i < k_{s+1}  +  c_{k_s} + c_{k_{s+1}},   is smallest,
@@ -55,18 +55,27 @@ class DecideStages:
     def run(self, graph: SpikeGraph) -> None:
         """Raises PlanError: fewer parts than stages, or pins that contradict the order of the network."""
         parts = find_parts(graph)
-        most = max(1, parts.positions)
-        if self.pp > most:
+        outside = {path: stage for path, stage in (self.pinned or {}).items() if not 0 <= stage < self.pp}
+        if outside:
             raise PlanError(
-                f"pp={self.pp}, but the network can be cut into at most {most} stages",
-                where=graph.name,
-                fix=f"choose pp between 1 and {most}: what shares a tensor or a neuron layer stays together",
+                f"the pinned stages {outside} are outside 0..{self.pp - 1}", fix="renumber them, or change pp"
             )
         pins = {part: pin for part in parts.keyed if (pin := _pin(self.pinned or {}, part.keys)) is not None}
+        _check_count(graph, parts, self.pp)
         order = _order(parts, pins)
         cuts = _cut(self, graph, parts, pins, order)
         stage_of = {part: int(np.searchsorted(cuts, place, side="right")) for place, part in enumerate(order)}
         write_stages(graph, parts, stage_of, self.pinned or {})
+
+
+def _check_count(graph: SpikeGraph, parts: Parts, pp: int) -> None:
+    most = max(1, parts.positions)
+    if pp > most:
+        raise PlanError(
+            f"pp={pp}, but the network can be cut into at most {most} stages",
+            where=graph.name,
+            fix=f"choose pp between 1 and {most}: what shares a tensor or a neuron layer stays together",
+        )
 
 
 def apply_stages(graph: SpikeGraph, plan: Plan) -> None:
@@ -118,7 +127,7 @@ def _own_pin(part: Part, pinned: Mapping[str, int]) -> int:
 def _refuse_order(part: Part, stage: int, earliest: int, found: Mapping[fx.Node, int]) -> None:
     late = next(node for node in part.inputs() if found.get(node, NOWHERE) == earliest)
     raise PlanError(
-        f"it is pinned to stage {stage}, but it needs {facts.place(late)}, which is in stage {earliest} at the earliest",
+        f"it is pinned to stage {stage}, but it needs {facts.place(late)}, which lies in stage {earliest} or later",
         where=f"'{part.keys[0]}'",
         fix=f"pin it to stage {earliest} or later, or what it needs to stage {stage} or earlier",
     )
@@ -137,7 +146,7 @@ def _pin(pinned: Mapping[str, int], keys: Sequence[str]) -> int | None:
     if len(set(stages.values())) > 1:
         low, high = min(stages, key=stages.__getitem__), max(stages, key=stages.__getitem__)
         raise PlanError(
-            f"'{low}' is pinned to stage {stages[low]} and '{high}' to stage {stages[high]}, but they cannot be cut apart",
+            f"'{low}' is pinned to stage {stages[low]}, '{high}' to stage {stages[high]}, but they cannot be cut apart",
             where=f"'{keys[0]}'",
             fix="pin both to one stage: they share a tensor, a neuron layer or a time loop",
         )

@@ -1,14 +1,15 @@
 """Cuts a graph with `Stage` facts into one graph per stage.
 
-A value made in stage p and last used in stage q crosses every boundary p..q-1: the stages between receive it and send it
-on. It is one port however many users it has. Nodes without a `Stage` fact (program inputs, constants, sizes, tuples that
-only wrap values) are copied into each stage that uses them. Ports stand in the order of the source graph.
+A value made in stage p and last used in stage q crosses every boundary p..q-1: the stages between receive it and send
+it on. It is one port however many users it has. Nodes without a `Stage` fact (program inputs, constants, sizes) and
+tuples that only wrap values are copied into each stage that uses them. Ports stand in the order of the source graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -111,7 +112,7 @@ def _build(
     """One stage's graph; `sent` None marks the last stage, which returns the program's outputs."""
     received = tuple(received)
     end = output_node(graph)
-    results: tuple[object, ...] = tuple(sent) if sent is not None else tuple(end.args[0])  # type: ignore[arg-type]
+    results: tuple[Any, ...] = tuple(sent) if sent is not None else tuple(end.args[0])  # type: ignore[arg-type]
     needed = _needed(graph, stage, stage_of, received, results)
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}

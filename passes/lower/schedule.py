@@ -25,8 +25,8 @@ def make_schedule(name: str, stages: int, microbatches: int) -> tuple[Schedule, 
     notices: tuple[str, ...] = ()
     if name == "1f1b" and microbatches < stages:
         notices = (
-            f"1F1B over {stages} stages needs at least {stages} microbatches; with {microbatches} the order of GPipe is "
-            f"used (all forwards, then all backwards), and stages wait longer",
+            f"1F1B over {stages} stages needs at least {stages} microbatches; with {microbatches} the order is GPipe's "
+            f"(all forwards, then all backwards), and stages wait longer",
         )
         name = "gpipe"
     order = compat.pipeline_order(name, stages, microbatches)

@@ -32,7 +32,7 @@ def _local_groups(node: fx.Node, placement: Placement, rank: int) -> Arguments:
     lane = placement.inputs[0]
     if not isinstance(lane, Sharded):
         return node.args, dict(node.kwargs)
-    count = node.args[_GROUPS] if len(node.args) > _GROUPS else node.kwargs["groups"]
+    count: Any = node.args[_GROUPS] if len(node.args) > _GROUPS else node.kwargs["groups"]
     groups = lane.size(rank) * count // facts.need(x, Value).shape[lane.dim]
     if len(node.args) > _GROUPS:
         return (*node.args[:_GROUPS], groups, *node.args[_GROUPS + 1 :]), dict(node.kwargs)
@@ -46,9 +46,10 @@ def _reshape(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
 
 
 def _unflatten(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
-    dim, sizes = (node.args[i] if len(node.args) > i else node.kwargs[name] for i, name in ((1, "dim"), (2, "sizes")))
+    given: list[Any] = [node.args[i] if len(node.args) > i else node.kwargs[n] for i, n in ((1, "dim"), (2, "sizes"))]
+    dim, sizes = given
     rank_in = len(facts.need(node.all_input_nodes[0], Value).shape)
-    local = _with(sizes, spread.dim - int(dim) % rank_in, spread.size(rank))  # type: ignore[call-overload]
+    local = _with(sizes, spread.dim - dim % rank_in, spread.size(rank))
     return (node.args[0], dim, local), {}
 
 

@@ -8,8 +8,8 @@ differs, a collective over "tp" is put before the first reader of a stage and sh
     R -> S   shard
     R -> R   grad_all_reduce, where the reader gives each rank only its part of the gradient
 
-Sizes that stand as numbers in the graph (a reshape's channels, the groups of a convolution) become local ones, so do the
-shapes in `Value` and the times in `Cost`. All ranks' graphs have the same nodes in the same order.
+Sizes that stand as numbers in the graph (a reshape's channels, the groups of a convolution) become local ones, and so
+do the shapes in `Value` and the times in `Cost`. All ranks' graphs have the same nodes in the same order.
 Numerics: sums over channels are ordered otherwise, so the tier is `reassociates`; one rank is exact.
 """
 
