@@ -213,7 +213,7 @@ def compiled(
 def reference(
     module: nn.Module, inputs: tuple[Tensor, ...], in_dim: int, microbatches: int
 ) -> tuple[nn.Module, list[Tensor]]:
-    """A copy of the module that has run the microbatches in turn, and its outputs put together along their batch dim."""
+    """A copy of the module that has run the microbatches in turn, and its outputs put together along the batch dim."""
     copied = copy.deepcopy(module)
     parts = zip(*(x.chunk(microbatches, in_dim) for x in inputs))
     outputs = []

@@ -1,7 +1,7 @@
 """Rows of the sharding table, each against the same operation in one process.
 
-A convolution with 7 channels is sharded by columns over 3 ranks (3 + 2 + 2), the operation follows; output and every gradient
-must be equal, and the operation must have been sharded, or have declined with the reason given here.
+A convolution with 7 channels is sharded by columns over 3 ranks (3 + 2 + 2), the operation follows; output and every
+gradient must be equal, and the operation must have been sharded, or have declined with the reason given here.
 """
 
 from __future__ import annotations
