@@ -152,7 +152,7 @@ def trace(
     from snnpart.text import print_graph
 
     options = _options(1, 1, None, "1f1b", None, time_steps, "off")
-    _emit(print_graph(_traced(model, input, arg, layout, in_dims, options)), output)
+    _emit(print_graph(_traced(model, input, arg, layout, in_dims, options), with_leaves=True), output)
 
 
 @app.command()

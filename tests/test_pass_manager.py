@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from snnpart import facts, text
 from snnpart.errors import ConfigError, PlanError, VerifyError
@@ -19,6 +19,7 @@ from snnpart.graph import SpikeGraph
 from snnpart.instruments import DumpAfter, Log, OpCounts, StopAfter, bisect
 from snnpart.pass_manager import PassManager, pipeline_names, written
 from snnpart.passes import ANALYZE, REWRITE
+from snnpart.trace import trace
 from tests.graphs import calls, graph_of
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "snnpart-opt"
@@ -146,6 +147,19 @@ def test_snnpart_opt_runs_passes_on_text(graph: SpikeGraph, tmp_path: Path) -> N
     assert done.stdout == text.print_graph(graph, with_origin=False)
     assert "canonicalize .add -2" in done.stderr and "torch.reshape +1" in done.stderr and " ms " in done.stderr
     assert len(list((tmp_path / "dump").iterdir())) == 2
+
+
+def test_snnpart_opt_makes_described_layers_again(tmp_path: Path) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    module = nn.Sequential(nn.Linear(4, 3), neuron.LIFNode(step_mode="m"))
+    graph = trace(module, (torch.rand(5, 2, 4),), in_dims=1, time_dims=0)
+    passes = "canonicalize,analyze-state,analyze-time,analyze-domain,analyze-cost"
+    done = run_tool("--pass", passes, "--print-facts", stdin=text.print_graph(graph, with_leaves=True))
+    assert done.returncode == 0 and done.stderr == ""
+    PassManager([*REWRITE, *ANALYZE[:4]]).run(graph)
+    assert done.stdout == text.print_graph(graph, with_origin=False, with_leaves=True)
+    done = run_tool("--pass", passes, stdin=text.print_graph(graph))
+    assert done.returncode == 0 and "1 layers are known by class only: 1" in done.stderr
 
 
 def test_snnpart_opt_names_what_is_wrong(graph: SpikeGraph) -> None:

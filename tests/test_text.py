@@ -124,7 +124,7 @@ def _plain(item: Any) -> Any:
     return fx.node.map_arg(item, lambda node: f"%{node.name}")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs())
 def test_any_graph_parses_back_equal(graph: fx.Graph) -> None:
     found = parse_fx(print_fx(graph))
@@ -136,7 +136,7 @@ def test_any_graph_parses_back_equal(graph: fx.Graph) -> None:
     assert print_fx(found) == print_fx(graph)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(LITERALS)
 def test_literals_keep_type_and_value(literal: Any) -> None:
     graph = fx.Graph()

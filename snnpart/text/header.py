@@ -9,15 +9,18 @@
     in_spec (*,)
     tensor parameter conv1.weight : float32[8, 3, 3, 3] grad
     leaf sn1 : class my.module:LIF framework none neuron
+    layer sn1 "{...}"
     assume branch "self.training is True" "net.py:7"
     note stages "..."
 
-Values of tensors and neuron layers are not part of the text: they are given to `parse_graph`, or stand in as meta
-tensors and `UnboundLeaf` modules.
+Values of tensors are not part of the text: they are given to `parse_graph`, or meta tensors stand in. Neuron layers are
+named by class and given as well, or an `UnboundLeaf` stands in; with `with_leaves` the text describes them (`layer sn1
+"..."`, JSON), and `with_leaves` makes them again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
-from snnpart.errors import ConfigError
+from snnpart.errors import CheckpointError, ConfigError
 from snnpart.facts import Value
+from snnpart.frameworks.decode import decode_leaf, leaf_packages
+from snnpart.frameworks.encode import encode_leaf
 from snnpart.graph import Assumption, InputInfo, LeafInfo, OutputInfo, SpikeGraph, StateSlot, TensorInfo
 from snnpart.text import functions, literals, types
 from snnpart.text.lexer import Line, lines
@@ -38,24 +43,40 @@ VERSION = 1
 
 
 class UnboundLeaf(nn.Module):
-    """Stands for a neuron layer of which only the class is known: `path` is `module:qualname`."""
+    """Stands for a neuron layer of which only the class is known: `path` is `module:qualname`.
 
-    def __init__(self, path: str) -> None:
+    `data` is the layer's description when the text has one.
+    """
+
+    def __init__(self, path: str, data: Any = None) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.data = path, data
 
     def forward(self, *_: Any) -> Any:
         raise ConfigError(f"only the class of this layer is known ({self.path})", fix="give parse_graph(leaves=...)")
 
 
-def print_graph(graph: SpikeGraph, *, with_facts: bool = True, with_origin: bool = True) -> str:
-    """The graph as text.
+def print_graph(
+    graph: SpikeGraph, *, with_facts: bool = True, with_origin: bool = True, with_leaves: bool = False
+) -> str:
+    """The graph as text; `with_leaves` adds a description of each neuron layer that can be described.
 
     Raises:
         ConfigError: an argument has no text form; the message names the node.
     """
     nodes = print_fx(graph.graph, with_facts=with_facts, with_origin=with_origin)
-    return "\n".join(_header(graph)) + f"\n\n{nodes}"
+    described = _descriptions(graph) if with_leaves else ()
+    return "\n".join([*_header(graph), *described]) + f"\n\n{nodes}"
+
+
+def _descriptions(graph: SpikeGraph) -> Iterator[str]:
+    for path, info in graph.leaves.items():
+        try:
+            data = info.module.data if isinstance(info.module, UnboundLeaf) else encode_leaf(info.module)
+        except CheckpointError:
+            continue
+        if data is not None:
+            yield f"layer {literals.write_path(path)} {literals.write(json.dumps(data, sort_keys=True))}"
 
 
 def _header(graph: SpikeGraph) -> Iterator[str]:
@@ -120,18 +141,21 @@ def parse_graph(
     tensors: Mapping[str, Tensor] | None = None,
     leaves: Mapping[str, nn.Module] | None = None,
     modules: Collection[str] | None = None,
+    with_leaves: bool = False,
 ) -> SpikeGraph:
     """The graph that `print_graph` wrote.
 
     Args:
         tensors: values by the user's names; a tensor that is not given becomes a meta tensor.
         leaves: modules by path; one that is not given becomes an `UnboundLeaf`.
-        modules: the top-level modules whose surrogate and NamedTuple classes may be imported (None: any).
+        modules: the top-level modules whose classes may be imported (None: any).
+        with_leaves: make the layers that the text describes and that are not given.
 
     Raises:
         ConfigError: with line and column.
+        CheckpointError: a described layer cannot be made.
     """
-    header = _Header(Reader({}, modules), tensors or {}, leaves or {})
+    header = _Header(Reader({}, modules), tensors or {}, leaves or {}, with_leaves)
     found = lines(text)
     while found and header.statement(found[0]):
         found.pop(0)
@@ -147,6 +171,7 @@ class _Header:
     reader: Reader
     given_tensors: Mapping[str, Tensor]
     given_leaves: Mapping[str, nn.Module]
+    with_leaves: bool = False
     single: dict[str, Any] = field(default_factory=dict)
     inputs: list[InputInfo] = field(default_factory=list)
     outputs: list[OutputInfo] = field(default_factory=list)
@@ -255,6 +280,24 @@ class _Header:
         framework = literals.read_path(line)
         module = self.given_leaves.get(path) or UnboundLeaf(kind)
         self.leaves[path] = LeafInfo(path, module, framework, line.take("neuron"))
+
+    def _read_layer(self, line: Line) -> None:
+        path, column = literals.read_path(line), line.peek.column
+        if path not in self.leaves:
+            raise line.error(f"'{path}' is no leaf", column)
+        try:
+            data = json.loads(literals.read_string(line))
+        except json.JSONDecodeError as error:
+            raise line.error(f"the description is not JSON: {error.msg}", column) from error
+        info = self.leaves[path]
+        if isinstance(info.module, UnboundLeaf):
+            made = self._make(path, data) if self.with_leaves else UnboundLeaf(info.module.path, data)
+            self.leaves[path] = replace(info, module=made)
+
+    def _make(self, path: str, data: Any) -> nn.Module:
+        inside = {name[len(path) + 1 :]: info.tensor for name, info in self.tensors.items() if info.leaf == path}
+        modules = self.reader.modules
+        return decode_leaf(data, inside, modules=leaf_packages(data) if modules is None else modules)
 
     def _read_state(self, line: Line) -> None:
         module, name = literals.read_path(line), literals.read_path(line)

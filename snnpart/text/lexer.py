@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from snnpart.errors import ConfigError
 
@@ -25,8 +25,7 @@ _TOKEN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A piece of a line: its kind (a group of the lexer's expression), its text and column (from 1)."""
 
     kind: str

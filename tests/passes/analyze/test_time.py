@@ -21,7 +21,7 @@ from snnpart.passes.analyze.state import AnalyzeState
 from snnpart.passes.analyze.time import AnalyzeTime
 from snnpart.trace import trace
 from tests.graphs import calls, graph_of
-from tests.zoo import STEPS, ZOO
+from tests.zoo import ZOO
 
 T, N = 5, 2
 FRAMES = torch.rand(T, N, 3, 4, 4)
@@ -151,7 +151,7 @@ def test_multi_step_networks_know_time_everywhere(name: str) -> None:
             assert role.dim is None, node.name
         elif role.varies:
             assert role.dim is not None, node.name
-            assert role.merged == (value.slopes[role.dim] == STEPS), node.name
+            assert role.merged == (value.slopes[role.dim] > 1), node.name
 
 
 def test_a_repeated_static_image_does_not_vary() -> None:
