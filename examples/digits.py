@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -311,8 +312,12 @@ def main() -> int:
     reference = reference_losses(task, images, SAME_STEPS) if first else []
     running = program.launch(optimizer=optimizer_for(task))
     rows = train(running, task, images, display)
+    trained = running.state_dict()
     running.close()
-    return finish(rows, reference, options.output, display) if first else 0
+    if not first:
+        return 0
+    save(program, trained, task, images, options.output)
+    return finish(rows, reference, options.output, display)
 
 
 def write_report(report: Any, folder: Path, display: Display) -> None:
@@ -320,6 +325,14 @@ def write_report(report: Any, folder: Path, display: Display) -> None:
     display.say(report.text(width=120).split("\n\n")[0])
     paths = [report.write(folder / f"report.{ending}") for ending in ("txt", "json", "html")]
     display.say("partition report: " + ", ".join(map(str, paths)))
+
+
+def save(program: Any, trained: dict[str, Tensor], task: Task, images: Images, folder: Path) -> None:
+    """The trained program, and the validation images with their samples first: `snnpart run` takes both."""
+    program.save(folder / "program", trained)
+    x, y = images.validation
+    inputs = task.inputs(x)
+    np.savez(folder / "validation.npz", inputs=inputs.movedim(task.layout.index("N"), 0).numpy(), targets=y.numpy())
 
 
 def finish(rows: list[dict[str, Any]], reference: list[float], folder: Path, display: Display) -> int:

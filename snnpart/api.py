@@ -194,11 +194,14 @@ class ParallelProgram:
 
         return build(self.compiled, self._gate)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the program as a directory that runs without this model's source files (see `artifact`)."""
+    def save(self, directory: str | os.PathLike[str], values: Mapping[str, Tensor] | None = None) -> None:
+        """Write the program as a directory that runs without this model's source files (see `artifact`).
+
+        `values` are full tensors to save instead of the model's, by its names: a running program's `state_dict()`.
+        """
         from snnpart.artifact import save
 
-        save(self.compiled, directory)
+        save(self.compiled, directory, values)
 
     def launch(self, optimizer: Callable[..., Any] | None = None, **options: Any) -> RunningProgram | LazyProgram:
         """Start the program on the ranks torchrun started; see `runtime.launch.launch` for the options.
