@@ -238,7 +238,8 @@ def _modules(compiled: CompiledProgram) -> Iterator[str]:
     kinds |= {n.target.function for graph in graphs for n in graph.nodes if isinstance(n.target, Surrogate)}
     for spec in (compiled.source.in_spec, compiled.source.out_spec):
         kinds |= {type(part) for part in _containers(tree_unflatten([None] * spec.num_leaves, spec))}
-    return iter({kind.__module__.partition(".")[0] for kind in kinds} | {"torch"})
+    leaves = frameworks.leaf_packages([frameworks.encode_leaf(info.module) for info in compiled.source.leaves.values()])
+    return iter({kind.__module__.partition(".")[0] for kind in kinds} | leaves | {"torch"})
 
 
 def _containers(data: Any) -> Iterator[Any]:

@@ -39,12 +39,18 @@ def spikingjelly() -> dict[str, Case]:
     cases |= {
         "LIFNode-soft": (lambda: neuron.LIFNode(v_reset=None, detach_reset=True, surrogate_function=atan), (_x(2, 3),)),
         "LIFNode-v_seq": (lambda: neuron.LIFNode(store_v_seq=True, step_mode="m"), (_x(3, 2, 3),)),
-        "PSN": (lambda: neuron.PSN(T=3), (_x(3, 2, 3),)),
-        "MaskedPSN": (lambda: neuron.MaskedPSN(k=2, T=3, step_mode="m"), (_x(3, 2, 3),)),
-        "SlidingPSN": (lambda: neuron.SlidingPSN(k=2, step_mode="m"), (_x(3, 2, 3),)),
         "Dropout-m": (lambda: layer.Dropout(0.5, step_mode="m"), (_x(3, 2, 3),)),
         "Dropout-s": (lambda: layer.Dropout(0.5), (_x(2, 3),)),
     }
+    if hasattr(neuron, "PSN"):
+        cases |= {
+            "PSN": (lambda: neuron.PSN(T=3), (_x(3, 2, 3),)),
+            "MaskedPSN": (lambda: neuron.MaskedPSN(k=2, T=3, step_mode="m"), (_x(3, 2, 3),)),
+            "SlidingPSN": (lambda: neuron.SlidingPSN(k=2, step_mode="m"), (_x(3, 2, 3),)),
+        }
+    else:
+        # release 0.0.0.0.14, whose LIAFNode fails in its own forward
+        cases = {name: case for name, case in cases.items() if not name.startswith("LIAF")}
     return cases
 
 
