@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,3 +289,10 @@ def test_empty_graph_of_one_input() -> None:
     found = parse_graph(print_graph(spike))
     assert (found.name, found.batch_fixed, found.time_steps) == (spike.name, spike.batch_fixed, 3)
     assert (found.traced_training, found.training_specialised, found.outputs) == (False, True, spike.outputs)
+
+
+def test_the_example_of_the_docs_parses() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "ir.md").read_text()
+    example = page[page.index("    snnpart 1 graph") : page.index("Grammar (")]
+    text = "\n".join(line.removeprefix("    ") for line in example.strip().splitlines()) + "\n"
+    assert print_graph(parse_graph(text)) == text
