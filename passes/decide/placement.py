@@ -64,7 +64,7 @@ class DecidePlacement:
     def run(self, graph: SpikeGraph) -> None:
         """Raises PlanError: a pinned path does not exist, or cannot have its rule."""
         if self.tp == 1:
-            return
+            return _replicate_all(graph)
         lanes = find_lanes(graph, self.tp)
         pins = _read_pins(graph, lanes, self.pinned or {})
         choice = solve(graph, lanes, self.tp, self.profile, pins, shard_all=self.objective == "max")
@@ -78,7 +78,7 @@ def apply_shards(graph: SpikeGraph, plan: Plan) -> None:
         PlanError: a path does not exist, or cannot have its rule; the message lists the rules it can have.
     """
     if plan.tp == 1:
-        return
+        return _replicate_all(graph)
     lanes = find_lanes(graph, plan.tp)
     pins = _read_pins(graph, lanes, plan.shards)
     rules = {group: pins.rules.get(group, REPLICATE) for group in lanes.groups}
@@ -88,6 +88,15 @@ def apply_shards(graph: SpikeGraph, plan: Plan) -> None:
         for cluster in lanes.clusters
     }
     write_placements(graph, lanes, Choice(rules, states))
+
+
+def _replicate_all(graph: SpikeGraph) -> None:
+    for node in graph.graph.nodes:
+        facts.put(node, _placement(replicate(node)))
+
+
+def _placement(row: Row) -> Placement:
+    return Placement(row.rule, row.output, row.inputs, row.partial)
 
 
 def shards_by_path(graph: SpikeGraph) -> dict[str, str]:
@@ -169,8 +178,7 @@ def write_placements(graph: SpikeGraph, lanes: Lanes, choice: Choice) -> None:
         if choice.states[cluster_of[node]]:
             chosen[node] = found
     for node in graph.graph.nodes:
-        found = chosen.get(node) or replicate(node)
-        facts.put(node, Placement(found.rule, found.output, found.inputs, found.partial))
+        facts.put(node, _placement(chosen.get(node) or replicate(node)))
     _place_tensors(graph)
     _note_replicated(graph, lanes, choice)
 

@@ -37,7 +37,7 @@ _SAME = 1e-9
 
 @dataclass(frozen=True)
 class DecideStages:
-    """Writes `Stage` on every node that one stage runs; nodes that each stage computes for itself get none.
+    """Writes `Stage` on every node; on one that each stage computes for itself (`everywhere`) the first that does.
 
     `pinned` maps module paths (or tensor names) to stages; a path counts for everything below it.
     """
@@ -111,7 +111,7 @@ def write_stages(graph: SpikeGraph, parts: Parts, stage_of: Mapping[Part, int], 
         if stage < earliest:
             _refuse_order(part, stage, earliest, found)
         found.update(dict.fromkeys(part.nodes, stage))
-    _sink(graph, found)
+    _sink(graph, parts, found)
     for node, stage in found.items():
         facts.put(node, Stage(stage))
 
@@ -133,10 +133,10 @@ def _refuse_order(part: Part, stage: int, earliest: int, found: Mapping[fx.Node,
     )
 
 
-def _sink(graph: SpikeGraph, found: dict[fx.Node, int]) -> None:
-    """Nodes with no input in any stage go where their first user is."""
+def _sink(graph: SpikeGraph, parts: Parts, found: dict[fx.Node, int]) -> None:
+    """Nodes with no input in any stage go where their first user is; so do those everywhere, for the record."""
     for node in reversed(graph.graph.nodes):
-        if found.get(node) == NOWHERE:
+        if found.get(node) == NOWHERE or node in parts.everywhere:
             found[node] = min((found[user] for user in node.users if found.get(user, NOWHERE) >= 0), default=0)
 
 

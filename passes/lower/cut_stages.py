@@ -1,8 +1,8 @@
 """Cuts a graph with `Stage` facts into one graph per stage.
 
 A value made in stage p and last used in stage q crosses every boundary p..q-1: the stages between receive it and send
-it on. It is one port however many users it has. Nodes without a `Stage` fact (program inputs, constants, sizes) and
-tuples that only wrap values are copied into each stage that uses them. Ports stand in the order of the source graph.
+it on. It is one port however many users it has. Nodes that are everywhere (program inputs, constants, sizes, and what
+follows from these) and tuples that only wrap values are copied into each stage that uses them. Ports stand in the order of the source graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from snnpart import facts
 from snnpart.errors import PlanError
 from snnpart.facts import Stage, Value
 from snnpart.graph import BATCH_SIZE, TRAINING, output_node
-from snnpart.passes.decide.parts import is_bundle
+from snnpart.passes.decide.parts import everywhere, is_bundle
 from snnpart.program import Port
 
 
@@ -57,13 +57,12 @@ def cut_stages(graph: fx.Graph, pp: int) -> tuple[StageGraph, ...]:
 
 
 def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The stage of each node that has one and can be sent; tuples that wrap values are made where they are used."""
+    """The stage of each node that lies in one."""
+    copied = everywhere(graph)
     return {
-        node: fact.index
+        node: facts.need(node, Stage).index
         for node in graph.nodes
-        if node.op not in ("output", "placeholder")
-        and (fact := facts.get(node, Stage)) is not None
-        and not is_bundle(node)
+        if node.op != "output" and node not in copied and not is_bundle(node)
     }
 
 

@@ -11,9 +11,13 @@ from torch import nn
 
 from snnpart.costs import CPU, H200, Link, MachineProfile
 from snnpart.errors import PlanError
+from snnpart.pass_manager import PassManager
 from snnpart.passes.decide import decide
+from snnpart.passes.decide.placement import DecidePlacement
+from snnpart.passes.decide.stages import DecideStages
 from snnpart.passes.lower import lower
 from snnpart.plan import Plan
+from snnpart.verify import verify
 from tests.lowering import analysed, assert_parity, compiled, make
 
 FAST = replace(CPU, links={axis: Link(1e11, 0.5) for axis in ("tp", "pp", "dp")}, launch_us=0.01)
@@ -110,3 +114,11 @@ def test_what_stays_replicated_is_noted_with_the_reason() -> None:
     )
     assert "layer_norm is not in the sharding table" in program.source.notes["replicated 1"]
     assert "module '1'" in program.source.notes["replicated 1"]
+
+
+def test_the_decisions_run_as_passes_and_leave_a_placed_graph() -> None:
+    module, inputs, options = make("residual")
+    graph = analysed(module, inputs, **options)
+    records = PassManager((DecidePlacement(2, CPU), DecideStages(2, CPU, 2))).run(graph)
+    assert [record.name for record in records] == ["decide-placement", "decide-stages"]
+    verify(graph, "placed")
