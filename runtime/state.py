@@ -1,7 +1,8 @@
 """The way between local slices and the user's full tensors, under the user's own names.
 
-A full tensor is put together in three steps: over dp (FSDP2's shards; buffers are those of dp rank 0), over tp (the
-pieces each rank holds), over pp (the owning stage gives it to the others). Every rank gets it, on the CPU.
+A full tensor is put together in three steps: over dp (FSDP2's shards, which lie along dim 0; buffers are those of dp
+rank 0), over tp (the pieces each rank holds), over pp (the owning stage gives it to the others). Every rank gets it,
+on the CPU.
 
 The state has the keys of the user's `state_dict()`, aliases of tied tensors and unused tensors included, and besides
 the learned tensors that the user did not register (fields of a NamedTuple): leaving them out would lose training.
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from snnpart import ops
 from snnpart.errors import CheckpointError
+from snnpart.facts import Pieces
 from snnpart.graph import TensorInfo
 from snnpart.program import CompiledProgram, TensorSlice
 from snnpart.runtime.collectives import gather_over
@@ -68,7 +70,7 @@ class FullState:
     def _over_dp_and_tp(self, parts: Mapping[int, TensorSlice], local: Tensor) -> Tensor:
         part, ranks = parts[0], self._ranks
         if isinstance(local, DTensor):
-            local = local.full_tensor()
+            local = gather_over(local.to_local(), ranks.axes["dp"], 0, _dp_pieces(local, ranks))
         elif part.kind != "parameter":
             local = local.clone()
             ranks.broadcast(local, ranks.axes["dp"], 0)
@@ -114,8 +116,17 @@ class FullState:
             cut = whole if part.dim is None else ops.select_pieces(whole, part.dim, part.pieces)
             local = cut.detach().to(target.device, target.dtype)
             if isinstance(target, DTensor):
-                local = distribute_tensor(local.contiguous(), target.device_mesh, target.placements)
-            target.copy_(local)
+                own = _dp_pieces(target, self._ranks)[self._ranks.at.dp]
+                target.to_local().copy_(ops.select_pieces(local, 0, own))
+            else:
+                target.copy_(local)
+
+
+def _dp_pieces(x: DTensor, ranks: Ranks) -> list[Pieces]:
+    """What each dp rank holds of dim 0 of a tensor that FSDP2 has sharded: equal chunks, the last ones shorter."""
+    length = x.shape[0]
+    chunk = -(-length // ranks.mesh.dp)
+    return [((min(r * chunk, length), min((r + 1) * chunk, length)),) for r in range(ranks.mesh.dp)]
 
 
 def _is_state(info: TensorInfo) -> bool:
