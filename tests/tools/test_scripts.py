@@ -64,14 +64,14 @@ def torchrun(*command: str, folder: Path, paths: tuple[Path, ...]) -> tuple[int,
         stderr=subprocess.STDOUT,
     )
     try:
-        printed, _ = process.communicate(timeout=270)
+        printed, _ = process.communicate(timeout=480)
         return process.returncode, printed
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun passes it on to its processes
         pytest.fail(f"too slow: {process.communicate(timeout=60)[0]}")
 
 
-@pytest.mark.timeout(620)
+@pytest.mark.timeout(900)
 def test_the_quickstart_trains_and_equals_one_process(tmp_path: Path) -> None:
     pytest.importorskip("snntorch")
     pytest.importorskip("sklearn")
