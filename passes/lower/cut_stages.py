@@ -2,7 +2,8 @@
 
 A value made in stage p and last used in stage q crosses every boundary p..q-1: the stages between receive it and send
 it on. It is one port however many users it has. Nodes that are everywhere (program inputs, constants, sizes, and what
-follows from these) and tuples that only wrap values are copied into each stage that uses them. Ports stand in the order of the source graph.
+follows from these) and tuples that only wrap values are copied into each stage that uses them. Ports stand in the
+order of the source graph.
 """
 
 from __future__ import annotations
