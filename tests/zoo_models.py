@@ -255,8 +255,9 @@ class _ConvLstmLoop(nn.Module):
         super().__init__()
         import snntorch as snn
 
-        self.cell1 = snn.SConv2dLSTM(1, 4, 3, max_pool=2, threshold=0.1)
-        self.cell2 = snn.SConv2dLSTM(4, 4, 3, threshold=0.05)
+        keep = KeepDtype.apply
+        self.cell1 = snn.SConv2dLSTM(1, 4, 3, max_pool=2, threshold=0.1, spike_grad=keep)
+        self.cell2 = snn.SConv2dLSTM(4, 4, 3, threshold=0.05, spike_grad=keep)
         self.fc = nn.Linear(4 * 36, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,7 +342,7 @@ class _FromModel(nn.Module):
         import sinabs
 
         ann = nn.Sequential(
-            nn.Conv2d(1, 6, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(150, 8), nn.ReLU(), nn.Linear(8, 4)
+            nn.Conv2d(1, 6, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(54, 8), nn.ReLU(), nn.Linear(8, 4)
         )
         self.net = sinabs.from_torch.from_model(ann, batch_size=2).spiking_model
 
