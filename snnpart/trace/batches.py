@@ -164,7 +164,8 @@ def _sloped(pair: Pair, node: fx.Node, a: Any, b: Any) -> Any:
         return Values(tuple(_sloped(pair, node, x, y) for x, y in zip(a.items, b.items, strict=True)))
     if isinstance(a, Value) and isinstance(b, Value):
         if len(a.shape) != len(b.shape) or a.dtype != b.dtype:
-            raise BatchMatters(f"{_place(node)}: the result has {a.shape} at batch {pair.n} and {b.shape} at batch {pair.m}")
+            shapes = f"{a.shape} at batch {pair.n} and {b.shape} at batch {pair.m}"
+            raise BatchMatters(f"{_place(node)}: the result has {shapes}")
         if a.shape == b.shape:
             return a
         slopes = tuple(0 if x == y else pair.line(x, y, node).slope for x, y in zip(a.shape, b.shape, strict=True))

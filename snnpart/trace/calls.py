@@ -66,9 +66,14 @@ class ExampleCall:
         """The call's args and kwargs with these tensors in place of the example's."""
         rest = iter(tensors)
         inputs = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
-        if isinstance(inputs, Mapping):
-            return (), dict(inputs)
-        return (inputs, {}) if type(inputs) is tuple else ((inputs,), {})
+        return _as_arguments(inputs)
+
+
+def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs in the user's form as args and kwargs."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs, {}) if type(inputs) is tuple else ((inputs,), {})
 
 
 def example_call(model: nn.Module, inputs: Any, in_dims: Any, time_dims: Any) -> ExampleCall:
@@ -107,7 +112,7 @@ def _names(model: nn.Module, inputs: Any, paths: Sequence[tuple[Any, ...]]) -> l
 
 def _argument_names(model: nn.Module, inputs: Any) -> dict[str, str]:
     """Key of the first level -> name of forward's parameter."""
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,) if type(inputs) is not tuple else inputs, {})
+    args, kwargs = _as_arguments(inputs)
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

@@ -74,7 +74,7 @@ def _dtype_of(twin: Twin, run: Run) -> torch.dtype | None:
 def _on_a_clone(recorder: Recorder, called: Called, written: Tensor) -> fx.Node:
     """The in-place method itself, on a clone that nobody else sees."""
     if not hasattr(torch.Tensor, called.name):
-        raise recorder.error(f"'{called.name}' writes in place and has no twin that does not", "make a new tensor instead")
+        raise recorder.error(f"'{called.name}' writes in place, and has no other form", "make a new tensor instead")
     clone = recorder.graph.call_function(torch.clone, (recorder.node(written),))
     recorder.mark(clone, written)
     rest = tuple(map(recorder.argument, called.args[1:]))

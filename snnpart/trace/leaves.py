@@ -1,8 +1,8 @@
 """Leaves: modules that stay whole, one `call_module` node a call.
 
-What a call returns comes from the leaf's adapter, or from running it on fakes. Its state does not advance while tracing,
-so code that reads or resets the state of a leaf after a call would see a wrong value: it is refused. A leaf that gets
-its state as an argument holds none between calls, and its attributes are free.
+What a call returns comes from the leaf's adapter, or from running it on fakes. Its state does not advance while
+tracing, so code that reads or resets the state of a leaf after a call would see a wrong value: it is refused. A leaf
+that gets its state as an argument holds none between calls, and its attributes are free.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Modules:
         path, names = self._states.get(id(module), ("", frozenset()))
         if name in names:
             raise self._recorder.error(
-                f"the state '{name}' of the neuron layer '{path}' is {what} after a call, and has no value while tracing",
+                f"the state '{name}' of the neuron layer '{path}' is {what} after a call: it has no value yet",
                 "reset the network outside forward; to use a membrane, have the layer return it",
             )
 

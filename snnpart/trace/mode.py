@@ -142,7 +142,7 @@ class RecordingMode(TorchFunctionMode):
         tensors = [arg for arg in called.args if isinstance(arg, Tensor)]
         if any(isinstance(t, FakeTensor) or t.requires_grad or recorder.is_written(t) for t in tensors):
             raise recorder.error(
-                f"Python asks for the values of a tensor here ('{called.name}'), which are not known when the graph is made",
+                f"Python asks for the values of a tensor here ('{called.name}'), which are not known while tracing",
                 "use torch.where or a mask instead of a branch, keep numbers as tensors, or move this out of forward",
             )
         names = [recorder.roots[id(t)].name if id(t) in recorder.roots else "a tensor from outside" for t in tensors]

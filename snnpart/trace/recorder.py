@@ -1,8 +1,8 @@
 """The recorder: which node holds the value of which tensor.
 
-Every tensor object the user's code holds while tracing has a `Cell`: the node whose value it holds now. A write in place
-gives the cell another node, so every name that the user has for the tensor sees the new value. Tensors that share memory
-share a `Memory`, which counts writes; a view remembers its base and how it was made:
+Every tensor object the user's code holds while tracing has a `Cell`: the node whose value it holds now. A write in
+place gives the cell another node, so every name that the user has for the tensor sees the new value. Tensors that share
+memory share a `Memory`, which counts writes; a view remembers its base and how it was made:
 
     y = x[0]; y += 1      y: node add;  its base x: index_assign(x, 0, add);  other views of x are made again when used
 
@@ -31,7 +31,8 @@ from snnpart.trace.cells import Call, Cell, How, Memory, items_of, value_of
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.roots import Root
 
-_LITERALS = (int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_LITERALS = (int, float, complex, str, type(None), type(...), *_NAMES)
 
 
 class Recorder:
@@ -244,7 +245,8 @@ class Recorder:
     def _results(self, out: Any, makers: tuple[fx.Node, ...], call: Call) -> None:
         items = items_of(out)
         pieces = tuple(item for item in items if isinstance(item, Tensor))
-        for index, (key, item) in enumerate(zip(out if isinstance(out, dict) else range(len(items)), items, strict=True)):
+        keys = list(out) if isinstance(out, dict) else range(len(items))
+        for index, (key, item) in enumerate(zip(keys, items, strict=True)):
             if isinstance(item, Tensor) and not any(item is t for t in call.inputs):
                 taken = self.graph.call_function(operator.getitem, (makers[-1], key))
                 self._result(item, (*makers, taken), call, (index, pieces))
@@ -266,8 +268,8 @@ class Recorder:
         if base is None:
             self.bind(out, makers[-1])
             return
-        cell = Cell(out, makers[-1], base.memory, base=base, base_node=base.node, makers=makers, how=call.how, piece=piece)
-        cell.seen = base.memory.writes
+        cell = Cell(out, makers[-1], base.memory, base=base, base_node=base.node, makers=makers, how=call.how)
+        cell.piece, cell.seen = piece, base.memory.writes
         self._cells[id(out)] = cell
         self.mark(makers[-1], out)
 
@@ -330,14 +332,14 @@ class Recorder:
         if way is None:
             line = places.describe(facts.origin(view.node))
             raise self.error(
-                f"it writes in place through the result of '{how.name}' ({line}), which changes another tensor in a way "
-                "no graph can hold",
+                f"it writes in place through the result of '{how.name}' ({line}), which changes another tensor in "
+                "a way no graph can hold",
                 "write into the tensor itself, or make a new tensor instead of writing in place",
             )
         return way
 
     def reshaped(self, tensor: Tensor, before: Tensor, node: fx.Node, how: How) -> None:
-        """`tensor` itself changed its shape (`unsqueeze_`): it becomes a view of what it was, which `before` stands for."""
+        """`tensor` itself changed its shape (`unsqueeze_`): it becomes a view of what it was, `before`."""
         old = self._cells[id(tensor)]
         base = replace(old, tensor=before)
         cell = Cell(tensor, node, old.memory, base=base, base_node=old.node, makers=(node,), how=how, seen=old.seen)

@@ -1,11 +1,12 @@
 """One run of the model under all patches: from blank inputs to a finished fx graph.
 
-With `time_steps=T` the module is called T times in the same run: an input with a time dim gives its slice of step t, one
-without is given unchanged; every output is stacked over the steps along dim 0.
+With `time_steps=T` the module is called T times in the same run: an input with a time dim gives its slice of step t,
+one without is given unchanged; every output is stacked over the steps along dim 0.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class FlagRefused(Exception):
 
 def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
     model = request.model
-    with _usual_modes(), preserved(model):
+    with _usual_modes(), _collector_paused(), preserved(model):
         reset_state(model, request.reset)
         recorder = Recorder(find_roots(model, is_leaf), request.training, keep_flag)
         modules = Modules(model, recorder)
@@ -102,6 +103,18 @@ def _usual_modes() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without the cyclic garbage collector, which would walk the growing graph again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -153,7 +166,7 @@ def _run_steps(request: Request, inputs: list[Tensor], steps: int) -> Any:
         outs.append(pytree.tree_flatten(request.model(*args, **kwargs)))
     (first, spec), last = outs[0], outs[-1][0]
     if any(other != spec for _, other in outs):
-        raise ConfigError("the module returns another structure at different time steps", fix="return the same at each step")
+        raise ConfigError("the module's output has another structure at another step", fix="return the same at each")
     stacked = [
         torch.stack([leaves[i] for leaves, _ in outs], 0) if isinstance(leaf, Tensor) else last[i]
         for i, leaf in enumerate(first)
@@ -180,7 +193,7 @@ def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
         if isinstance(found, StateSlot):
             states.append(found)
             name = ".".join(part for part in (found.module, found.name) if part)
-            recorder.assume("state", f"buffer '{name}' changes its shape in forward: it is state, reset before every window")
+            recorder.assume("state", f"buffer '{name}' changes its shape: it is state, reset before every window")
         elif isinstance(found, NewBuffer):
             values[found.name] = recorder.node(found.after)
     for name, node in values.items():

@@ -1,6 +1,6 @@
 """What a forward changes on the modules it runs through: neuron state, counters, buffers that get another tensor.
 
-`Before` remembers the attributes of every module that is traced through; `changed` compares. State that changes is reset
+`Before` remembers the attributes of every module that is traced through, and compares. State that changes is reset
 before every window, so the graph starts from the value after reset and drops the value at the end. A buffer that is
 given a new tensor of the same shape is written back; one whose shape changes is state.
 """
@@ -57,10 +57,14 @@ class Before:
                 if after is before:
                     continue
                 full = f"{path}.{name}" if path else name
-                if before is not None and after is not None and (before.shape, before.dtype) == (after.shape, after.dtype):
+                if before is not None and after is not None and _alike(before, after):
                     yield NewBuffer(full, before, after)
                 else:
                     yield StateSlot(path, name, _describe(before))
+
+
+def _alike(before: Tensor, after: Tensor) -> bool:
+    return before.shape == after.shape and before.dtype == after.dtype
 
 
 class _Absent:
@@ -86,8 +90,9 @@ def _opaque(value: Any) -> bool:
 def _differs(before: Any, after: Any) -> bool:
     if before is after:
         return False
-    plain = (int, float, str, bool, tuple)
-    return not (isinstance(before, plain) and type(before) is type(after) and not _has_tensor(before) and before == after)
+    if type(before) is not type(after) or not isinstance(before, (int, float, str, bool, tuple)):
+        return True
+    return _has_tensor(before) or bool(before != after)
 
 
 def _has_tensor(value: Any) -> bool:

@@ -5,7 +5,7 @@ would miss a new `apply`, while torch looks `forward` up on the class at every c
 wrapped when they are made.
 
 Re-entrant `torch.utils.checkpoint` is a Function too, but its forward is the user's own code: it is traced through, so
-that the state of neurons inside advances once.
+that the state of neurons inside advances once. The helpers of the other kind leave no nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from snnpart import ops
@@ -24,6 +25,8 @@ from snnpart.compat import version
 from snnpart.trace.cells import Call, How
 from snnpart.trace.patches import patched
 from snnpart.trace.recorder import Recorder
+
+_CHECKPOINT = "torch.utils.checkpoint and saved-tensor hooks are traced through; their regions are not kept"
 
 
 @contextmanager
@@ -45,6 +48,7 @@ def functions_recorded(recorder: Recorder) -> Iterator[None]:
             wrap(cls)
         stack.enter_context(patched([(meta, "__init__", making)]))
         stack.enter_context(patched([(checkpoint.CheckpointFunction, "apply", _run_inline(recorder))]))
+        stack.enter_context(patched([(saved_tensors_hooks, "__enter__", _noting_hooks(recorder))]))
         yield
 
 
@@ -62,8 +66,10 @@ def _subclasses(cls: type) -> Iterator[type]:
 def _patches(recorder: Recorder, cls: Any) -> list[tuple[type, str, Any]]:
     """The wrapped `forward` of a class and, in the style that has one, its `setup_context`."""
     original = _own_forward(cls)
-    if cls is checkpoint.CheckpointFunction or original is None:
+    if original is None or cls is checkpoint.CheckpointFunction:
         return []
+    if cls.__module__ == checkpoint.__name__:
+        return [(cls, "forward", staticmethod(_unrecorded(recorder, original)))]
     separate = cls.setup_context is not Function.setup_context
     found: list[tuple[type, str, Any]] = [(cls, "forward", staticmethod(_forward(recorder, cls, original, separate)))]
     if separate:
@@ -79,14 +85,14 @@ def _own_forward(cls: Any) -> Callable[..., Any] | None:
 
 
 def _unrecorded(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    def setup_context(*args: Any, **kwargs: Any) -> Any:
-        with recorder.pause():
+    def unrecorded(*args: Any, **kwargs: Any) -> Any:
+        with recorder.pause(), recorder.fakes:
             return original(*args, **kwargs)
 
-    return setup_context
+    return unrecorded
 
 
-def _forward(recorder: Recorder, cls: type[Function], original: Callable[..., Any], separate: bool) -> Callable[..., Any]:
+def _forward(recorder: Recorder, cls: type[Function], original: Callable[..., Any], separate: bool) -> Any:
     """`original` on fake tensors, recorded as one node. `separate`: the style with setup_context has no ctx here."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -124,11 +130,23 @@ def _own(item: Any, inputs: list[Tensor]) -> Any:
     return item.clone() if isinstance(item, Tensor) and any(item is one for one in inputs) else item
 
 
+def _noting_hooks(recorder: Recorder) -> Any:
+    """Entering saved-tensor hooks, which the other kind of checkpoint is made of, is noted."""
+    original = saved_tensors_hooks.__enter__
+
+    def __enter__(hooks: Any) -> Any:
+        if not recorder.paused:
+            recorder.assume("checkpoint", _CHECKPOINT)
+        return original(hooks)
+
+    return __enter__
+
+
 def _run_inline(recorder: Recorder) -> Any:
-    """`CheckpointFunction.apply` that runs the checkpointed code; as there, no gradient without an input that has one."""
+    """`CheckpointFunction.apply` that runs the code; as there, no gradient without an input that has one."""
 
     def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        recorder.assume("checkpoint", "torch.utils.checkpoint is traced through; its regions are not kept")
+        recorder.assume("checkpoint", _CHECKPOINT)
         needed = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
             return run(*args)

@@ -96,7 +96,8 @@ def _check_time(call: ExampleCall, time_steps: int | None) -> None:
     for info in call.infos:
         if info.time_dim is not None and info.shape[info.time_dim] != time_steps:
             raise ConfigError(
-                f"input '{info.name}' has {info.shape[info.time_dim]} steps in dim {info.time_dim}, time_steps={time_steps}",
+                f"input '{info.name}' has {info.shape[info.time_dim]} steps in dim {info.time_dim}, "
+                f"time_steps={time_steps}",
                 fix="give as many steps as the input has",
             )
 
@@ -184,7 +185,8 @@ def _given(out_dims: Any, count: int) -> tuple[int | None, ...]:
         return (out_dims,) * count
     dims = tuple(out_dims)
     if len(dims) != count:
-        raise ConfigError(f"out_dims has {len(dims)} entries for {count} tensor outputs", fix=f"give {count}, or one for all")
+        what = f"out_dims has {len(dims)} entries for {count} tensor outputs"
+        raise ConfigError(what, fix=f"give {count}, or one for all")
     return dims
 
 

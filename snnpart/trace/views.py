@@ -22,9 +22,10 @@ from snnpart import ops
 
 Scatter = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
-_RESHAPES = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "unsqueeze", "unsqueeze_", "squeeze", "squeeze_", "view_as", "reshape_as", "contiguous", "ravel"]
-)
+_RESHAPE_NAMES = """
+    view reshape flatten unflatten unsqueeze unsqueeze_ squeeze squeeze_ view_as reshape_as contiguous ravel
+"""
+_RESHAPES = frozenset(_RESHAPE_NAMES.split())
 _SWAPS = frozenset(["transpose", "transpose_", "swapaxes", "swapaxes_", "swapdims", "swapdims_"])
 _WHOLE_SWAPS = frozenset(["t", "t_", "T", "mT"])
 
@@ -53,7 +54,9 @@ def scatter_for(name: str, base: Tensor, view: Tensor, args: tuple[Any, ...], kw
     return lambda graph, old, new: graph.call_function(torch.permute, (new, inverse))
 
 
-def piece_scatter(name: str, pieces: tuple[Tensor, ...], index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scatter | None:
+def piece_scatter(
+    name: str, pieces: tuple[Tensor, ...], index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scatter | None:
     """The way back for result number `index` of `unbind`, `split`, `chunk` and the like."""
     if name in ("unbind", "__iter__"):
         dim = kwargs.get("dim", args[0] if args else 0)

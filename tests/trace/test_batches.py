@@ -69,7 +69,8 @@ class Offset(nn.Module):
 def test_a_size_that_is_no_line_fixes_the_batch() -> None:
     graph = check(Square(), data(4, 3))
     assert "Square" not in graph.batch_fixed and "linear" in graph.batch_fixed
-    assert not affines(graph) and all(not facts.need(n, Value).slopes[0] for n in graph.graph.nodes if n.op == "placeholder")
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    assert not affines(graph) and not any(facts.need(node, Value).slopes[0] for node in inputs)
 
 
 def test_a_size_with_an_offset() -> None:

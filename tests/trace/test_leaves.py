@@ -1,4 +1,4 @@
-"""Neuron layers of frameworks: one node a call; state as arguments, hidden state, and code that touches hidden state."""
+"""Neuron layers of frameworks: one node a call; state as arguments, hidden state, code that touches hidden state."""
 
 from __future__ import annotations
 
