@@ -16,6 +16,8 @@ from snnpart.fingerprint import fingerprint
 from snnpart.program import CompiledProgram
 from snnpart.runtime.launch import launch
 from tests.distributed.cases import CASES, Norms, det, fill
+from tests.distributed.jobs import ramp, without_dropout
+from tests.zoo import ZOO
 
 
 def compiled_norms(**topology: Any) -> CompiledProgram:
@@ -64,6 +66,29 @@ def test_loaded_program_computes_the_same(tmp_path: Path, name: str) -> None:
     assert torch.equal(found[0][2], found[1][2])
     assert found[0][1].keys() == found[1][1].keys()
     assert all(torch.equal(grad, found[1][1][key]) for key, grad in found[0][1].items())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in ("small_sew-m", "plif_mnist-m", "snntorch_rleaky", "norse_lsnn", "sinabs_layers", "tied") if n in ZOO],
+)
+def test_networks_of_every_framework_come_back(tmp_path: Path, name: str) -> None:
+    """Neuron layers are described as data and made again without running the network's code."""
+    model = ZOO[name]
+    module, inputs = model.build()
+    without_dropout(module)
+    options: dict[str, Any] = {"in_dims": model.in_dims, "time_steps": model.steps, "verify": "off"}
+    compiled = parallelize(module, example_inputs=inputs, **options).compiled
+    artifact.save(compiled, tmp_path / "p")
+    found = []
+    for program in (compiled, artifact.load(tmp_path / "p")):
+        with launch(program) as running:
+            loss = running.train_step(inputs, torch.zeros(2), ramp)
+            found.append((loss, running.gradients(), running.state_dict()))
+    assert torch.equal(found[0][0], found[1][0])
+    for before, after in zip(found[0][1:], found[1][1:], strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 def test_no_pickle_and_only_named_files(saved: Path) -> None:

@@ -184,7 +184,8 @@ def _callable(value: Any, where: _Where) -> dict[str, Any] | None:
         parts = [encode(value.func, where), encode(list(value.args), where), encode(value.keywords, where)]
         return {"kind": "partial", "parts": parts}
     owner = getattr(value, "__self__", None)
-    if isinstance(value, types.MethodType) and isinstance(owner, type):
+    surrogate = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)  # its apply may be a C method
+    if surrogate or isinstance(value, types.MethodType) and isinstance(owner, type):
         return {"kind": "method", "class": import_path(owner, where), "name": value.__name__}
     if isinstance(value, types.MethodType):
         return {"kind": "method", "of": encode(owner, where), "name": value.__name__}
