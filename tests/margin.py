@@ -1,7 +1,7 @@
 """How far membranes stay from their thresholds, for networks that only run in float32.
 
-Spikes flip when a sum is ordered otherwise; where the comparison cannot be made in float64 the inputs are chosen so that
-no membrane comes near its threshold, and then no spike may flip.
+Spikes flip when a sum is ordered otherwise; where the comparison cannot be made in float64 the inputs are chosen so
+that no membrane comes near its threshold, and then no spike may flip.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def _distance(membrane: Tensor, thresholds: list[Tensor]) -> float:
 
 
 def _subclasses(kind: type) -> Iterator[Any]:
+    child: Any
     for child in kind.__subclasses__():
         yield child
         yield from _subclasses(child)

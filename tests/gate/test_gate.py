@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from snnpart import ops
 from snnpart.costs import default_profile
@@ -171,6 +174,27 @@ def test_tied_weights_and_unused_parameters() -> None:
 
     net, x = Tied(), torch.randn(3, 4)
     assert check_trace(net, trace(net, x), x).traced.gradient == 0
+
+
+def test_nested_results_with_constants(x: Tensor) -> None:
+    class Nested(Net):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return {"logits": super().forward(x), "state": (None, [self.lif.mem, 3])}
+
+    net = Nested()
+    graph = trace(net, x)
+    assert check_trace(net, graph, x).traced.output == 0
+    graph.out_spec = pytree.tree_structure({"logits": 1, "state": (None, [1])})
+    with pytest.raises(VerifyError, match="its result has another structure"):
+        check_trace(net, graph, x)
+
+
+def test_a_single_step_module_with_frames(x: Tensor) -> None:
+    """`time_steps`: step t of the frames, outputs stacked over T."""
+    net = nn.Sequential(nn.Linear(4, 6), Lif())
+    frames = torch.randn(5, 3, 4)
+    graph = trace(net, frames, time_dims=1, time_steps=3)
+    assert check_trace(net, graph, frames).traced.output == 0
 
 
 def test_the_users_reset_is_used(x: Tensor) -> None:
