@@ -44,7 +44,8 @@ def spell(called: Called) -> Spelled:
         return _property(function.__self__.__name__, args[0])
     if name == "__getitem__":
         return Spelled("call_function", operator.getitem, args, kwargs, name)
-    if getattr(torch.Tensor, name, None) is not function:
+    method = getattr(torch.Tensor, name, None)
+    if method is not function and (method is None or method is not getattr(function, "__wrapped__", None)):
         return Spelled("call_function", function, args, kwargs, name)
     if name in _REFLECTED:
         return Spelled("call_function", _REFLECTED[name], (args[1], args[0]), {}, name)
