@@ -30,7 +30,11 @@ _OWN: tuple[Function, ...] = (
     ops.assign,
     ops.index_assign,
     ops.affine,
-    *sorted(ops.COLLECTIVES, key=lambda f: f.__name__),
+    ops.all_reduce,
+    ops.grad_all_reduce,
+    ops.all_gather,
+    ops.shard,
+    ops.reduce_scatter,
 )
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
 _PYTHON_FACTORIES = ("tensor", "as_tensor", "arange")
