@@ -124,7 +124,7 @@ ELEMENTWISE = [
     "xlogy",
     "zeros_like",
 ]
-ELEMENTWISE_METHODS = frozenset({"to", "type_as", "contiguous", "requires_grad_", "masked_fill"})
+ELEMENTWISE_METHODS = frozenset({"to", "type_as", "contiguous", "masked_fill"})
 POOLS = {
     name: space
     for space in (1, 2, 3)
