@@ -209,8 +209,7 @@ def _kind(part: TensorSlice) -> str:
 
 
 def _clone(path: str, program: StageProgram, tensors: Mapping[str, Tensor]) -> nn.Module:
-    inside = {p.name[len(path) + 1 :]: tensors[p.name] for p in program.tensors if p.leaf == path}
-    return frameworks.clone_leaf(program.leaves[path].module, inside)
+    return frameworks.clone_leaf(program.leaves[path].module, program.inside(path, tensors))
 
 
 def _paths(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:

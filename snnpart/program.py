@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from snnpart.facts import Pieces, Value
 from snnpart.graph import LeafInfo, SpikeGraph
@@ -93,6 +93,15 @@ class StageProgram:
     leaves: Mapping[str, LeafInfo]
     predicted_us: float = 0.0
     predicted_bytes: int = 0
+
+    def inside(self, leaf: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `tensors` (by the user's names) that lie inside a leaf, by names relative to it, tied ones too."""
+        return {
+            name[len(leaf) + 1 :]: tensors[part.name]
+            for part in self.tensors
+            for name in (part.name, *part.aliases)
+            if name.startswith(f"{leaf}.") and part.name in tensors
+        }
 
 
 @dataclass(frozen=True, slots=True)

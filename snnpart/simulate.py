@@ -107,8 +107,7 @@ def _make_rank(program: StageProgram, values: Mapping[str, Tensor]) -> _Rank:
     tensors = {part.name: _local(part, values[part.name]) for part in program.tensors}
     leaves: dict[str, nn.Module] = {}
     for path, info in program.leaves.items():
-        inside = {p.name[len(path) + 1 :]: tensors[p.name] for p in program.tensors if p.leaf == path}
-        leaves[path] = frameworks.clone_leaf(info.module, inside)
+        leaves[path] = frameworks.clone_leaf(info.module, program.inside(path, tensors))
     own = {p.name: (_kind(p), tensors[p.name]) for p in program.tensors if p.leaf is None}
     return _Rank(program, Body(own, leaves), tensors)
 
