@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["FakeTensor", "FakeTensorMode"]
+__all__ = ["BatchNormBase", "FakeTensor", "FakeTensorMode", "InstanceNormBase"]
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised on fake tensors by an operation whose result, or the shape of it, needs the data."""
@@ -148,7 +150,9 @@ def pipeline_order(name: str, stages: int, microbatches: int) -> dict[int, list[
     }
     order: dict[int, list[tuple[int, Literal["F", "B"], int]]] = {}
     for stage, actions in schedule._get_pipeline_order().items():
-        kinds = [letters[action.computation_type] for action in actions if action and action.computation_type in letters]
+        kinds = [
+            letters[action.computation_type] for action in actions if action and action.computation_type in letters
+        ]
         counts = {"F": itertools.count(), "B": itertools.count()}
         order[stage] = [(stage, letter, next(counts[letter])) for letter in kinds]
     return order

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from snnpart.compat import BatchNormBase, InstanceNormBase
 from snnpart.trace.leaves import Modules, call_leaf
 from snnpart.trace.norms import record_batch_norm
 from snnpart.trace.patches import patched
@@ -30,7 +29,7 @@ def modules_recorded(recorder: Recorder, modules: Modules) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = [
         (nn.Module, "__call__", _call(recorder, modules)),
         (nn.Module, "training", _training(recorder, modules)),
-        (_BatchNorm, "forward", _batch_norm(recorder, _BatchNorm.forward)),
+        (BatchNormBase, "forward", _batch_norm(recorder, BatchNormBase.forward)),
         (nn.SyncBatchNorm, "forward", _batch_norm(recorder, nn.SyncBatchNorm.forward)),
         (torch.autocast, "__enter__", _autocast(recorder)),
     ]
@@ -85,11 +84,11 @@ def _training(recorder: Recorder, modules: Modules) -> property:
 
 def _ignores_mode(module: nn.Module) -> bool:
     """An instance norm without running statistics does the same in both modes, but asks."""
-    return isinstance(module, _InstanceNorm) and not module.track_running_stats
+    return isinstance(module, InstanceNormBase) and not module.track_running_stats
 
 
 def _batch_norm(recorder: Recorder, original: Any) -> Any:
-    def forward(module: _BatchNorm, x: Tensor) -> Tensor:
+    def forward(module: BatchNormBase, x: Tensor) -> Tensor:
         untracked = not module.track_running_stats and module.running_mean is not None
         if recorder.paused or untracked:
             return original(module, x)
@@ -122,4 +121,3 @@ def _autocast(recorder: Recorder) -> Any:
 def where(recorder: Recorder, error: BaseException) -> str:
     """The module path in which an error was raised."""
     return recorder.failed[1] if recorder.failed is not None and recorder.failed[0] is error else recorder.path[-1]
-
