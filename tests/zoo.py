@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from snnpart.frameworks import preserved, reset_state
 from tests import zoo_models as models
+from tests import zoo_spikingjelly as sj
 from tests.calibrate import fire, rates, silent
 from tests.margin import MARGIN, margin
 
@@ -109,28 +110,28 @@ IMAGE = (2, 3, 32, 32)
 SEW = {
     key: value
     for depth in (18, 34, 50, 101, 152)
-    for key, value in _pair(f"sew_resnet{depth}", models.sew_resnet(depth), IMAGE, slow=depth > 18).items()
+    for key, value in _pair(f"sew_resnet{depth}", sj.sew_resnet(depth), IMAGE, slow=depth > 18).items()
 }
 SPIKINGJELLY = {
     **SEW,
-    **_pair("spiking_resnet18", models.spiking_resnet18, IMAGE, slow=True),
-    **_pair("spiking_vgg11_bn", models.spiking_vgg11_bn, IMAGE),
-    **_pair("plif_mnist", models.plif_net("MNISTNet", 4), (2, 1, 28, 28)),
-    **_pair("plif_cifar10", models.plif_net("CIFAR10Net", 8), IMAGE, slow=True),
-    **_pair("plif_dvs_gesture", models.plif_net("DVSGestureNet", 4), (2, 2, 128, 128), slow=True),
-    "small_sew-m": Model(models.small_sew("m"), ((STEPS, 2, 3, 16, 16),), in_dims=1, time_dim=0, needs="spikingjelly"),
-    "small_sew-s": Model(models.small_sew("s"), ((2, 3, 16, 16),), steps=STEPS, needs="spikingjelly"),
+    **_pair("spiking_resnet18", sj.spiking_resnet18, IMAGE, slow=True),
+    **_pair("spiking_vgg11_bn", sj.spiking_vgg11_bn, IMAGE),
+    **_pair("plif_mnist", sj.plif_net("MNISTNet", 4), (2, 1, 28, 28)),
+    **_pair("plif_cifar10", sj.plif_net("CIFAR10Net", 8), IMAGE, slow=True),
+    **_pair("plif_dvs_gesture", sj.plif_net("DVSGestureNet", 4), (2, 2, 128, 128), slow=True),
+    "small_sew-m": Model(sj.small_sew("m"), ((STEPS, 2, 3, 16, 16),), in_dims=1, time_dim=0, needs="spikingjelly"),
+    "small_sew-s": Model(sj.small_sew("s"), ((2, 3, 16, 16),), steps=STEPS, needs="spikingjelly"),
     "small_sew-s-frames": Model(
-        models.small_sew("s"), ((2, STEPS, 3, 16, 16),), time_dim=1, steps=STEPS, needs="spikingjelly"
+        sj.small_sew("s"), ((2, STEPS, 3, 16, 16),), time_dim=1, steps=STEPS, needs="spikingjelly"
     ),
-    "ms_resnet": Model(models.ms_resnet, (IMAGE,), needs="spikingjelly"),
-    "ms_resnet-frames": Model(models.ms_resnet, ((2, *IMAGE),), in_dims=1, time_dim=0, needs="spikingjelly", slow=True),
-    "max_resnet": Model(models.max_resnet, (IMAGE,), needs="spikingjelly", slow=True),
-    "spikformer": Model(models.spikformer, (IMAGE,), needs="spikingjelly"),
-    "qkformer": Model(models.qkformer, (IMAGE,), needs="spikingjelly"),
-    "maxformer": Model(models.maxformer, (IMAGE,), needs="spikingjelly", slow=True),
-    "spike_driven_transformer": Model(models.spike_driven_transformer, (IMAGE,), needs="spikingjelly"),
-    "dvs_ntchw": Model(models.dvs_ntchw, ((2, STEPS, 2, 16, 16),), time_dim=1, needs="spikingjelly"),
+    "ms_resnet": Model(sj.ms_resnet, (IMAGE,), needs="spikingjelly"),
+    "ms_resnet-frames": Model(sj.ms_resnet, ((2, *IMAGE),), in_dims=1, time_dim=0, needs="spikingjelly", slow=True),
+    "max_resnet": Model(sj.max_resnet, (IMAGE,), needs="spikingjelly", slow=True),
+    "spikformer": Model(sj.spikformer, (IMAGE,), needs="spikingjelly"),
+    "qkformer": Model(sj.qkformer, (IMAGE,), needs="spikingjelly"),
+    "maxformer": Model(sj.maxformer, (IMAGE,), needs="spikingjelly", slow=True),
+    "spike_driven_transformer": Model(sj.spike_driven_transformer, (IMAGE,), needs="spikingjelly"),
+    "dvs_ntchw": Model(sj.dvs_ntchw, ((2, STEPS, 2, 16, 16),), time_dim=1, needs="spikingjelly"),
 }
 SNNTORCH = {
     "snntorch_leaky": Model(models.leaky_loop, ((2, 1, 12, 12),), needs="snntorch"),

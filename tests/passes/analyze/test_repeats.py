@@ -16,7 +16,7 @@ from snnpart.graph import SpikeGraph
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.trace import trace
-from tests.zoo_models import sew_resnet
+from tests.zoo_spikingjelly import sew_resnet
 
 
 class Spike(torch.autograd.Function):
