@@ -27,6 +27,7 @@ from snnpart.errors import PlanError, SnnpartError, VerifyError
 from snnpart.facts import Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import BATCH_SIZE, TRAINING
+from snnpart.ops_time import TIME_OPS, Loop
 from snnpart.program import Action, CompiledProgram, Port, StageProgram, TensorSlice
 
 
@@ -313,7 +314,7 @@ def _empty(item: Any) -> Tensor:
 
 def _is_taken_as_stated(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Buffer writers, the user's functions, and what makes a tensor from numbers (it would be on a real device)."""
-    if node.target in (ops.batch_norm, ops.assign) or isinstance(node.target, ops.Surrogate):
+    if node.target in (ops.batch_norm, ops.assign, *TIME_OPS) or isinstance(node.target, (ops.Surrogate, Loop)):
         return True
     works = any(not isinstance(values[n], (bool, int, float)) for n in node.all_input_nodes)
     return not works and facts.get(node, Value) is not None and node.op != "call_module"

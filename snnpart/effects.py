@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from snnpart import ops
+from snnpart.ops_time import TIME_OPS, Loop, leaf_paths
 
 _DROPOUT_NAMES = "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu"
 _DRAW_NAMES = (
@@ -20,6 +21,8 @@ _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__", "an
 
 def is_random(node: fx.Node) -> bool:
     """True for a node that draws from the random number generator (also a dropout: it draws when training)."""
+    if isinstance(node.target, Loop):
+        return any(is_random(inner) for inner in node.target.nodes())
     if node.op == "call_method":
         return node.target in _RANDOM
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _RANDOM
@@ -41,15 +44,18 @@ def writes_buffer(node: fx.Node) -> bool:
     """True for an assignment, and for a BatchNorm that keeps running statistics."""
     if node.op != "call_function":
         return False
+    if isinstance(node.target, Loop):
+        return any(writes_buffer(inner) for inner in node.target.nodes())
     if node.target is ops.assign:
         return True
-    return node.target is ops.batch_norm and any(isinstance(arg, fx.Node) for arg in node.args[3:6])
+    return node.target in (ops.batch_norm, *TIME_OPS) and any(isinstance(arg, fx.Node) for arg in node.args[3:6])
 
 
 def has_effect(node: fx.Node) -> bool:
     """True when the node must run even if its value is not used."""
     return (
-        node.op in ("placeholder", "output", "call_module")
+        node.op in ("placeholder", "output")
+        or bool(leaf_paths(node))
         or (node.op == "call_function" and node.target in ops.COLLECTIVES)
         or writes_buffer(node)
         or is_random(node)

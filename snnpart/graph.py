@@ -6,7 +6,8 @@ Form of the graph, checked by `verify`:
   integer placeholder `batch_size`.
 - `get_attr` reads one tensor of `tensors` by its name (`layer1.0.conv1.weight`), or the flag `training`.
 - `call_module` calls one leaf of `leaves` by its path: a neuron layer of a framework, or a module that stays whole.
-- everything else is `call_function` on a torch function or one of `snnpart.ops`, or `call_method` on a tensor method.
+- everything else is `call_function` on a torch function or one of `snnpart.ops` and `snnpart.ops_time`, or `call_method`
+  on a tensor method. The graphs inside an `ops_time.Loop` have this form too, but read no tensors: they are given them.
 - nothing is written in place: the tracer makes in-place writes functional. Buffers change only through
   `ops.batch_norm` and `ops.assign`.
 - `output` holds one flat tuple of nodes; `out_spec` says how the user's structure is built from it.
@@ -25,6 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
+
+from snnpart.ops_time import Loop
 
 TRAINING = "training"
 BATCH_SIZE = "batch_size"
@@ -118,6 +121,19 @@ class SpikeGraph:
     assumptions: tuple[Assumption, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
+    def tied_leaves(self) -> dict[str, str]:
+        """Leaf path, or name of a leaf's tensor -> the first leaf that shares a tensor with it, where that is another.
+
+        What is tied so must be cut alike and stay on one stage.
+        """
+        tied: dict[str, str] = {}
+        for name, info in self.tensors.items():
+            holders = [path for path in self.leaves for n in (name, *info.aliases) if n.startswith(f"{path}.")]
+            if holders:
+                first = tied.get(holders[0], holders[0])
+                tied |= dict.fromkeys((name, *holders[1:]), first)
+        return tied
+
     def copy(self) -> SpikeGraph:
         """The same network with a graph of its own; tensors and leaves are shared."""
         graph = fx.Graph()
@@ -174,7 +190,11 @@ class Body(nn.Module):
     def bind(self, graph: fx.Graph) -> Callable[..., Any]:
         """The graph as a Python function over this body: `f(*placeholders) -> tuple of outputs`."""
         code = graph.python_code("self")
-        scope = dict(code.globals)
+        scope = {name: self.bound(item) for name, item in code.globals.items()}
         exec(compile(code.src, f"<snnpart {id(graph)}>", "exec"), scope)
         function = scope["forward"]
         return lambda *args: function(self, *args)
+
+    def bound(self, target: Any) -> Any:
+        """What a node's target is over this body: a loop calls the body's leaves, all else is itself."""
+        return target.over(self.bind) if isinstance(target, Loop) else target

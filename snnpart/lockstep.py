@@ -17,7 +17,8 @@ from torch.fx.node import map_arg
 from snnpart import ops
 from snnpart.effects import is_random
 from snnpart.facts import Pieces
-from snnpart.graph import TRAINING
+from snnpart.graph import TRAINING, Body
+from snnpart.ops_time import leaf_paths
 
 Ranks = tuple[Tensor, ...]
 
@@ -179,7 +180,7 @@ def _each_rank(
     assigned: set[Any],
 ) -> list[Any]:
     """One node on every rank. Random numbers are the same on each: what draws them is replicated (leaves may)."""
-    draws = nodes[0].op == "call_module" or is_random(nodes[0])
+    draws = bool(leaf_paths(nodes[0])) or is_random(nodes[0])
     random = torch.get_rng_state() if len(nodes) > 1 and draws else None
     made = []
     for node, body, own in zip(nodes, bodies, values):
@@ -202,7 +203,11 @@ def _execute(node: fx.Node, body: nn.Module, values: Mapping[fx.Node, Any], trai
         return body.get_submodule(str(node.target))(*args, **kwargs)  # type: ignore[misc]
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
-    return node.target(*args, **kwargs)  # type: ignore[operator, misc]
+    return _bound(body, node.target)(*args, **kwargs)
+
+
+def _bound(body: nn.Module, target: Any) -> Any:
+    return body.bound(target) if isinstance(body, Body) else target
 
 
 class _Assigned:

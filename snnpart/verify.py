@@ -21,6 +21,7 @@ from snnpart import effects, facts
 from snnpart.errors import VerifyError
 from snnpart.facts import Cost, Domain, Placement, Stage, TimeRole, Value, Values
 from snnpart.graph import BATCH_SIZE, TRAINING, SpikeGraph, output_node
+from snnpart.ops_time import Loop, leaf_paths
 
 Level = Literal["traced", "analysed", "placed"]
 FACTS: dict[Level, tuple[type, ...]] = {
@@ -126,6 +127,24 @@ def _targets(graph: SpikeGraph) -> Broken:
             yield node, "it calls a method on nothing"
 
 
+def _loops(graph: SpikeGraph) -> Broken:
+    """A loop's graphs take what the loop is given, return carried values and results, and call known leaves."""
+    for node in graph.graph.nodes:
+        if not isinstance(node.target, Loop):
+            continue
+        unknown = [path for path in leaf_paths(node) if path not in graph.leaves]
+        if unknown:
+            yield node, f"it calls {unknown}, which are not among the graph's leaves"
+        taken, made = sum(len(part) for part in node.args), len(node.args[2]) + len(node.target.keep)  # type: ignore[arg-type, misc]
+        for inner in node.target.graphs:
+            if sum(one.op == "placeholder" for one in inner.nodes) != taken:
+                yield node, f"it is given {taken} values, which is not what its graphs take"
+            if len(output_node(inner).args[0]) != made:  # type: ignore[arg-type]
+                yield node, f"its graphs do not return the {made} values that it carries and keeps"
+            if any(one.op == "get_attr" for one in inner.nodes):
+                yield node, "a graph inside it reads a tensor that it is not given"
+
+
 def _functional(graph: SpikeGraph) -> Broken:
     for node in graph.graph.nodes:
         if effects.is_in_place(node) and not _writes_own_copy(node):
@@ -200,6 +219,7 @@ RULES: tuple[Rule, ...] = (
     _placeholders,
     _output,
     _targets,
+    _loops,
     _functional,
     _values,
     _getitems,

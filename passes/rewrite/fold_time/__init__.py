@@ -1,0 +1,145 @@
+"""fold-time: a Python loop over time, which the trace shows as T copies of its body, becomes one body over all steps.
+
+What does not depend on other steps runs once on [T*N, ...] (convolutions, linears, norms, pooling, views, and
+element-wise operations); what is equal at every step runs once; neuron layers that take all steps do so; and what hangs
+together from step to step (neuron state, recurrent weights) is one `Loop` node that runs step after step. So the graph's
+size does not depend on T.
+
+    steps    which node runs at which step
+    columns  which nodes are the same operation at successive steps, and what they carry over
+    parts    what depends on what: the form of each part (`forms`), the parts that stay sequential
+    emit     the new graph (`sequential` the loops, `views` what enters and leaves)
+
+BatchNorm keeps statistics per step and T updates in training mode. Dropouts draw all steps' masks at once: as many
+independent numbers as the loop drew, but others. Sums over steps may be ordered otherwise: the tier is `reassociates`.
+
+Nodes that are no copies stay as they are, and what does not fold is noted with node, line and reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.facts import Value
+from snnpart.frameworks import adapter_for, clone_leaf
+from snnpart.graph import SpikeGraph
+from snnpart.passes.rewrite.canonicalize import sweep
+from snnpart.passes.rewrite.fold_time import parts as parts_of
+from snnpart.passes.rewrite.fold_time import steps as steps_of
+from snnpart.passes.rewrite.fold_time import totals, views
+from snnpart.passes.rewrite.fold_time.columns import Columns, match
+from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter
+from snnpart.passes.rewrite.fold_time.parts import Entangled, Part
+from snnpart.passes.rewrite.fold_time.sequential import emit_loop
+from snnpart.passes.rewrite.fold_time.steps import Steps
+
+_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class FoldTime:
+    """Folds the time loops of the graph, one after the other."""
+
+    name: ClassVar[str] = PASS
+    reads: ClassVar[tuple[type, ...]] = (Value,)
+    writes: ClassVar[tuple[type, ...]] = ()
+    tier: ClassVar[Literal["exact", "reassociates"]] = "reassociates"
+
+    def run(self, graph: SpikeGraph) -> None:
+        steps = steps_of.find(graph)
+        if steps is None:
+            return
+        columns, parts = _arrange(graph, steps)
+        if not columns.columns:
+            graph.notes[PASS] = _note(columns, parts)
+            return
+        emitter = Emitter(graph.graph, columns)
+        for part in parts:
+            _emit(emitter, part)
+        _take_all_steps(graph, parts)
+        sweep(emitter.graph)
+        graph.graph = emitter.graph
+        graph.notes[PASS] = _note(columns, parts)
+
+
+def _arrange(graph: SpikeGraph, steps: Steps) -> tuple[Columns, list[Part]]:
+    """Columns and parts; columns that stand in a cycle with other nodes are given up until none does."""
+    given_up: dict[fx.Node, str] = {}
+    for _ in range(_ROUNDS):
+        columns = match(steps, given_up)
+        for column in columns.columns:
+            if column.indices and not views.is_view(column):
+                given_up[column.model] = "its steps are no view of one tensor"
+        if any(column.model in given_up for column in columns.columns):
+            continue
+        try:
+            return columns, parts_of.find(graph, columns, lambda node: _multi_step(graph, node) is not None)
+        except Entangled as found:
+            given_up |= dict.fromkeys(found.nodes, found.why)
+    return Columns(steps.count, [], {}, given_up, steps.of), []
+
+
+def _emit(emitter: Emitter, part: Part) -> None:
+    if part.kind == "plain":
+        for node in part.nodes:
+            if not views.emit_together(emitter, node):
+                emitter.copy(node)
+    elif part.kind == "loop":
+        emit_loop(emitter, part)
+    elif part.kind == "total":
+        emitter.total(part.columns[0], totals.sum_of(emitter.columns))
+    else:
+        (column,) = part.columns
+        {
+            "once": emitter.once,
+            "merged": emitter.call_merged,
+            "stacked": emitter.call_stacked,
+            "layer": emitter.layer,
+            "slices": lambda one: views.emit_slices(emitter, one),
+        }[part.kind](column)
+
+
+def _multi_step(graph: SpikeGraph, node: fx.Node) -> fx.Node | None:
+    """The node, if it calls a layer that can take all steps in one call; it is then called nowhere else."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs or facts.get(node, Value) is None:
+        return None
+    module = graph.leaves[str(node.target)].module
+    return node if _in_steps(graph, str(node.target)) is not module else None
+
+
+def _in_steps(graph: SpikeGraph, path: str) -> object:
+    """A copy of the leaf that takes all steps; the leaf itself when it cannot."""
+    leaf = graph.leaves[path]
+    adapter = adapter_for(leaf.module)
+    prefix = len(path) + 1
+    inside = {
+        name[prefix:]: info.tensor
+        for info in graph.tensors.values()
+        for name in (info.name, *info.aliases)
+        if info.leaf == path and name.startswith(path + ".")
+    }
+    copy = clone_leaf(leaf.module, inside)
+    adapter.for_layout(copy, multi_step=True)
+    return copy if adapter.time_dim(copy) == 0 else leaf.module
+
+
+def _take_all_steps(graph: SpikeGraph, parts: list[Part]) -> None:
+    """Put copies that take all steps in the place of the layers that now do."""
+    for part in parts:
+        if part.kind == "layer":
+            path = str(part.columns[0].model.target)
+            graph.leaves[path] = replace(graph.leaves[path], module=_in_steps(graph, path))  # type: ignore[arg-type]
+
+
+def _note(columns: Columns, parts: list[Part]) -> str:
+    """What was folded, and why the rest was not."""
+    once = sum(part.kind not in ("plain", "loop") for part in parts)
+    loops = sum(part.kind == "loop" for part in parts)
+    lines = [f"{columns.steps} steps: {once} operations in one call each, {loops} parts step by step"]
+    lines += [f"{facts.place(part.columns[0].model)} runs step by step: {part.why}" for part in parts if part.why]
+    lines += [f"{facts.place(node)} stays as it is: {why}" for node, why in columns.reasons.items()]
+    return "\n".join(lines)

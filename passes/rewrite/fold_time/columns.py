@@ -1,0 +1,283 @@
+"""Columns: the same operation at successive steps, with operands that lie alike.
+
+Step 1 is the model: it has a copy before and one after it, so that it reads carried values and makes all that are read
+later. A node of another step belongs to the column of a node of step 1 when both do the same (operation, module, line)
+and each operand
+
+    is the same literal, or an index that counts with the step;
+    comes from the same column at the same step, or at the step before (*carried*);
+    is the same value from outside the loop.
+
+Step 0 may differ: a carried operand is then any first value, and a column may have no node of its own at step 0 but
+another value in its place (`first`), as a membrane that begins as the first input. Step T-1 may lack what nobody reads.
+A column that fits at fewer steps is dissolved: its nodes stay as they are, and `reasons` says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from snnpart import effects, facts
+from snnpart.passes.rewrite.fold_time.steps import Steps
+
+MODEL = 1
+"""The step that the others are compared with."""
+
+Path = tuple[Any, ...]
+_ROUNDS = 64
+
+
+@dataclass(eq=False)
+class Column:
+    """The nodes of one operation by step (None: there is none), and what stands in its place at step 0.
+
+    `carried` says of an operand (by its path in the arguments) which column's last value it is, or which value of step
+    0 all later steps read; `first` gives the value in place of a missing node at step 0; `indices` the values of an
+    index that counts, by its path.
+    """
+
+    place: int
+    nodes: list[fx.Node | None]
+    carried: dict[Path, Column | fx.Node] = field(default_factory=dict)
+    first: fx.Node | None = None
+    indices: dict[Path, list[int]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> fx.Node:
+        """The node of step 1, which stands for all."""
+        found = self.nodes[MODEL]
+        assert found is not None
+        return found
+
+    def at(self, step: int) -> fx.Node | None:
+        """The value at a step."""
+        own = self.nodes[step]
+        return self.first if own is None and step == 0 else own
+
+
+@dataclass
+class Columns:
+    """All columns, the column and step of each node in one, and why others were given up."""
+
+    steps: int
+    columns: list[Column]
+    of: dict[fx.Node, tuple[Column, int]]
+    reasons: dict[fx.Node, str]
+    steps_of: Mapping[fx.Node, int]
+
+
+def slots(node: fx.Node) -> Iterator[tuple[Path, Any]]:
+    """Every argument that is a node or a literal, with its path; containers are opened."""
+    yield from _slots((), (node.args, dict(node.kwargs)))
+
+
+def _slots(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from _slots((*path, i), item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _slots((*path, key), item)
+    elif isinstance(value, slice):
+        for end in ("start", "stop", "step"):
+            yield from _slots((*path, end), getattr(value, end))
+    else:
+        yield path, value
+
+
+def rebuild(node: fx.Node, change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with every node or literal replaced by `change(path, value)`."""
+    args, kwargs = _rebuild((), (tuple(node.args), dict(node.kwargs)), change)
+    return args, kwargs
+
+
+def _rebuild(path: Path, value: Any, change: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        items = [_rebuild((*path, i), item, change) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping):
+        return {key: _rebuild((*path, key), item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_rebuild((*path, end), getattr(value, end), change) for end in ("start", "stop", "step")))
+    return change(path, value)
+
+
+def match(steps: Steps, given_up: Mapping[fx.Node, str]) -> Columns:
+    """Sort the nodes of all steps into columns, without those whose node at step 1 is given up."""
+    by_step = steps.nodes()
+    dissolved = dict(given_up)
+    for _ in range(_ROUNDS):
+        found = _Match(steps, by_step, dissolved)
+        new = found.run()
+        if not new:
+            return Columns(steps.count, found.columns, found.of, dissolved, steps.of)
+        dissolved |= new
+    return Columns(steps.count, [], {}, dissolved, steps.of)
+
+
+class _Match:
+    """One round: columns for the nodes of step 1 that are not dissolved."""
+
+    def __init__(self, steps: Steps, by_step: list[list[fx.Node]], dissolved: Mapping[fx.Node, str]) -> None:
+        self.steps, self.by_step = steps, by_step
+        self.columns: list[Column] = []
+        self.of: dict[fx.Node, tuple[Column, int]] = {}
+        self.waiting: defaultdict[Any, list[Column]] = defaultdict(list)
+        for node in by_step[MODEL]:
+            if node not in dissolved:
+                column = Column(len(self.columns), [None] * steps.count)
+                self._enter(node, column, MODEL)
+                self.columns.append(column)
+                self.waiting[_key(node)].append(column)
+
+    def run(self) -> dict[fx.Node, str]:
+        """Fill the columns; returns those to dissolve (by their model) with the reason."""
+        for step in (t for t in range(self.steps.count) if t != MODEL):
+            for node in self.by_step[step]:
+                self._sort_in(node, step)
+        self._name_carried()
+        failed: dict[fx.Node, str] = {}
+        for column in self.columns:
+            why = self._incomplete(column) or self._carries_badly(column)
+            if why:
+                failed[column.model] = why
+        return failed
+
+    def _enter(self, node: fx.Node, column: Column, step: int) -> None:
+        column.nodes[step] = node
+        self.of[node] = (column, step)
+
+    def _sort_in(self, node: fx.Node, step: int) -> None:
+        best: tuple[Column, dict[Column, fx.Node]] | None = None
+        for column in self.waiting.get(_key(node), ()):
+            if column.nodes[step] is not None:
+                continue
+            needs = self._fits(column, node, step)
+            if needs is not None and (best is None or len(needs) < len(best[1])):
+                best = (column, needs)
+                if not needs:
+                    break
+        if best is not None:
+            self._enter(node, best[0], step)
+            for column, value in best[1].items():
+                column.first = value
+
+    def _fits(self, column: Column, node: fx.Node, step: int) -> dict[Column, fx.Node] | None:
+        """None: it does not fit. Else the columns that need this value in the place of a node at step 0."""
+        ours, theirs = list(slots(column.model)), list(slots(node))
+        if len(ours) != len(theirs):
+            return None
+        needs: dict[Column, fx.Node] = {}
+        for (path, a), (other, b) in zip(ours, theirs, strict=True):
+            if path != other or not self._alike(column, path, a, b, step, needs):
+                return None
+        return needs
+
+    def _alike(
+        self, column: Column, path: Path, a: Any, b: Any, step: int, needs: dict[Column, fx.Node]
+    ) -> bool:
+        if not isinstance(a, fx.Node):
+            return not isinstance(b, fx.Node) and (_same(a, b) or self._counts(column.model, path, a, b))
+        source, at = self.of.get(a, (None, -1))
+        if source is not None and at == MODEL:
+            return isinstance(b, fx.Node) and self._same_step(source, b, step, needs)
+        if self.steps.of.get(a) == MODEL - 1 and b is not a:
+            return step == 0 or (isinstance(b, fx.Node) and self.steps.of.get(b) == step - 1)
+        if self.steps.of.get(a) == MODEL:
+            return isinstance(b, fx.Node) and self.steps.of.get(b) == step and b not in self.of
+        return a is b or (step == 0 and self.steps.of.get(a) == 0)
+
+    def _same_step(self, source: Column, b: fx.Node, step: int, needs: dict[Column, fx.Node]) -> bool:
+        own = source.nodes[step]
+        if own is not None:
+            return own is b
+        if step != 0 or (source.first or needs.get(source) or b) is not b:
+            return False
+        needs[source] = b
+        return self.steps.of.get(b, 0) == 0
+
+    def _name_carried(self) -> None:
+        """Which column a carried operand comes from: the one it has at step 2; with two steps, the value at step 0."""
+        for column in self.columns:
+            for path, a in slots(column.model):
+                if isinstance(a, fx.Node) and self.steps.of.get(a) == MODEL - 1:
+                    source = self._source(column, path, a)
+                    if source is not None:
+                        column.carried[path] = source
+
+    def _source(self, column: Column, path: Path, a: fx.Node) -> Column | fx.Node | None:
+        """The column whose last value the operand is, the value at step 0 that later steps read, or None: a fixed one."""
+        later = column.nodes[MODEL + 1] if self.steps.count > MODEL + 1 else None
+        b = dict(slots(later))[path] if later is not None else None
+        if b is not None and b is not a:
+            return self.of[b][0] if b in self.of else a
+        begin = column.nodes[0]
+        if begin is None or dict(slots(begin))[path] is a:
+            return None
+        return self.of[a][0] if a in self.of and b is None else a
+
+    def _carries_badly(self, column: Column) -> str:
+        """Why the carried operands are not one column's values, each from the step before; empty when they are."""
+        for step in range(MODEL, self.steps.count):
+            node = column.nodes[step]
+            if node is None:
+                continue
+            values = dict(slots(node))
+            for path, a in slots(column.model):
+                if isinstance(a, fx.Node) and self.steps.of.get(a) == MODEL - 1:
+                    if not self._comes_from(column.carried.get(path, a), values[path], step):
+                        return f"its operand %{values[path]} is not what the step before made"
+        return ""
+
+    def _comes_from(self, source: Column | fx.Node, value: Any, step: int) -> bool:
+        if isinstance(source, fx.Node):
+            return value is source
+        if step == MODEL and source.at(0) is None:
+            source.first = value
+        return source.at(step - 1) is value
+
+    def _incomplete(self, column: Column) -> str:
+        last = self.steps.count - 1
+        missing = [t for t, node in enumerate(column.nodes) if node is None]
+        middle = [t for t in missing if t not in (0, last)]
+        if middle or (missing and _must_run(column.model)):
+            return f"it does not run alike at step {(middle or missing)[0]}"
+        for path, a in slots(column.model):
+            if not isinstance(a, fx.Node):
+                column.indices |= {path: values} if (values := _index(column, path)) else {}
+        uneven = [v for v in column.indices.values() if len({b - a for a, b in zip(v, v[1:], strict=False)}) > 1]
+        return f"its index takes the values {uneven[0]}" if uneven else ""
+
+    def _counts(self, model: fx.Node, path: Path, a: Any, b: Any) -> bool:
+        """Whether a and b are an index, into a value from outside the loop, that may count with the step."""
+        if type(a) is not int or type(b) is not int or self.steps.of.get(model.args[0]) is not None:  # type: ignore[call-overload]
+            return False
+        if model.target is operator.getitem:
+            return path == (0, 1) or (len(path) == 3 and path[:2] == (0, 1))
+        return model.target is torch.select and path == (0, 2)
+
+
+def _must_run(node: fx.Node) -> bool:
+    """Whether a copy of the node at a step where the user has none would change something."""
+    return effects.writes_buffer(node) or effects.is_random(node)
+
+
+def _key(node: fx.Node) -> Any:
+    origin = facts.origin(node)
+    return node.op, node.target, origin.module, origin.file, origin.line
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b or a != a)
+
+
+def _index(column: Column, path: Path) -> list[int] | None:
+    values = [dict(slots(node))[path] for node in column.nodes if node is not None]
+    return values if len(set(map(repr, values))) > 1 else None

@@ -1,0 +1,137 @@
+"""Where the loop meets what is around it: steps taken from a tensor, and steps put together into one.
+
+`x[:, t]` for all t is a view of x with its time dim in front. `torch.stack` and `torch.cat` of all steps' values are
+views of the stacked value.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from snnpart import facts
+from snnpart.facts import Value
+from snnpart.passes.analyze import kinds
+from snnpart.passes.analyze.kinds import argument
+from snnpart.passes.rewrite.fold_time.columns import Column
+from snnpart.passes.rewrite.fold_time.emit import Emitter, Folded, over_steps
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Index `indices[t]` of dim `dim` of `source` is taken at step t, and `rest` of what remains."""
+
+    source: fx.Node
+    dim: int
+    indices: list[int]
+    rest: tuple[Any, ...] = ()
+
+
+def is_view(column: Column) -> bool:
+    """Whether the steps that the column takes are one view of a tensor."""
+    return _taken(column) is not None
+
+
+def emit_slices(emitter: Emitter, column: Column) -> None:
+    """All steps that the column takes, stacked."""
+    taken = _taken(column)
+    assert taken is not None
+    node, value, like = emitter.value(taken.source), facts.need(taken.source, Value), column.model
+    if taken.dim:
+        value = _moved(value, taken.dim, 0)
+        node = emitter.add(torch.movedim, (node, taken.dim, 0), value, like)
+    node = _in_order(emitter, node, value, taken.indices, like)
+    out = facts.need(column.model, Value)
+    if any(item != slice(None) for item in taken.rest):
+        node = emitter.add(operator.getitem, (node, (slice(None), *taken.rest)), over_steps(out, emitter.steps), like)
+    emitter.folded[column] = Folded(out, stacked=node)
+
+
+def _taken(column: Column) -> _Taken | None:
+    nodes = [node for node in column.nodes if node is not None]
+    (path,), model = tuple(column.indices), column.model
+    source = model.args[0]
+    if len(column.indices) != 1 or len(nodes) != len(column.nodes) or not isinstance(source, fx.Node):
+        return None
+    found = _place(model, source, path)
+    value = facts.get(found[0], Value) if found is not None else None
+    if found is None or value is None or value.slopes[found[1]]:
+        return None
+    size = value.shape[found[1]]
+    return _Taken(found[0], found[1], [index % size for index in column.indices[path]], found[2])
+
+
+def _place(model: fx.Node, source: fx.Node, path: Any) -> tuple[fx.Node, int, tuple[Any, ...]] | None:
+    """Source, dim and the rest of the index."""
+    if model.target is torch.select:
+        return source, argument(model, 1, "dim"), ()
+    if kinds.value_of(source) is None:
+        whole = source.args[0] if kinds.name_of(source) == "unbind" else None
+        return (whole, argument(source, 1, "dim", 0), ()) if isinstance(whole, fx.Node) else None
+    if path == (0, 1):
+        return source, 0, ()
+    at, index = path[2], model.args[1]
+    if any(item != slice(None) for item in index[:at]) or not all(isinstance(i, (int, slice)) for i in index):  # type: ignore[index, union-attr]
+        return None
+    return source, at, (*index[:at], *index[at + 1 :])  # type: ignore[index]
+
+
+def _moved(value: Value, source: int, target: int) -> Value:
+    order = [d for d in range(len(value.shape)) if d != source]
+    order.insert(target, source)
+    stride = tuple(value.stride[d] for d in order) if value.stride else ()
+    shape, slopes = tuple(value.shape[d] for d in order), tuple(value.slopes[d] for d in order)
+    return replace(value, shape=shape, slopes=slopes, stride=stride)
+
+
+def _in_order(emitter: Emitter, node: fx.Node, value: Value, indices: list[int], like: fx.Node) -> fx.Node:
+    """The entries `indices` of dim 0; they lie at equal distances."""
+    if indices == list(range(value.shape[0])):
+        return node
+    step = indices[1] - indices[0]
+    low, high = min(indices), max(indices)
+    value = replace(value, shape=(len(indices), *value.shape[1:]), stride=())
+    node = emitter.add(operator.getitem, (node, (slice(low, high + 1, abs(step)),)), value, like)
+    return emitter.add(torch.flip, (node, (0,)), value, like) if step < 0 else node
+
+
+def emit_together(emitter: Emitter, node: fx.Node) -> bool:
+    """Emit a stack or cat of all steps' values of one column as a view of them; False when the node is none."""
+    column = _all_steps(emitter, node)
+    if column is None:
+        return False
+    dim, out = argument(node, 1, "dim", 0), facts.need(node, Value)
+    if kinds.name_of(node) == "stack":
+        made = emitter.stacked(column)
+        if dim:
+            made = emitter.add(torch.movedim, (made, 0, dim), replace(out, stride=()), node, node.name)
+    elif dim == 0:
+        made = emitter.merged(column)
+    else:
+        made = _merged_at(emitter, column, dim, out, node)
+    emitter.plain[node] = made
+    return True
+
+
+def _merged_at(emitter: Emitter, column: Column, dim: int, out: Value, node: fx.Node) -> fx.Node:
+    value = _moved(over_steps(emitter.folded[column].value, emitter.steps), 0, dim)
+    moved = emitter.add(torch.movedim, (emitter.stacked(column), 0, dim), value, node)
+    return emitter.add(torch.flatten, (moved, dim, dim + 1), replace(out, stride=()), node, node.name)
+
+
+def _all_steps(emitter: Emitter, node: fx.Node) -> Column | None:
+    """The column whose values at all steps, in order, the node joins."""
+    if node.target not in (torch.stack, torch.cat) or not isinstance(node.args[0], (tuple, list)):
+        return None
+    items = node.args[0]
+    last = items[-1] if items else None
+    if len(items) != emitter.steps or last not in emitter.columns.of:
+        return None
+    column, _ = emitter.columns.of[last]
+    if any(column.at(step) is not item for step, item in enumerate(items)):
+        return None
+    return column

@@ -1,0 +1,144 @@
+"""Operations over all steps of a time loop, which `fold-time` puts in the place of T copies of the loop's body.
+
+- `Loop`: a part of the body that must run step after step (neuron state, recurrent weights), as one node that holds the
+  body as a graph of its own. The user's surrogates and neuron layers run in it unchanged, T times.
+- `batch_norm_steps`: a BatchNorm layer called at every step: statistics per step, T updates of the running ones.
+- `batch_norm_repeated`: the same on an input that is equal at every step.
+
+Layouts: *stacked* values are [T, N, ...], *merged* ones [T*N, ...] with time outside.
+
+The form of a loop:
+
+    body(*steps of the sequences, *fixed, *carried) -> (*carried for the next step, *results)
+    first                                              the same for step 0, where step 0 differs (None: it does not)
+
+A result is kept of `"all"` steps, stacked, or of the `"last"` step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from snnpart import ops
+from snnpart.errors import LaunchError
+
+Keep = Literal["all", "last"]
+Step = Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """Runs `body` `steps` times. Call it with three tuples: sequences [T, ...], fixed values, and first carried ones.
+
+    It returns a tuple with one tensor for each entry of `keep`. Neuron layers in the body are called by their path, so
+    whoever runs the graph calls `over(bind)` of it, where `bind` makes a function over his modules out of a graph.
+    """
+
+    body: fx.Graph
+    steps: int
+    keep: tuple[Keep, ...]
+    first: fx.Graph | None = None
+
+    def __post_init__(self) -> None:
+        """fx prints a target by these three names, which an instance does not have by itself."""
+        for name, value in (("__name__", "loop"), ("__module__", __name__), ("__qualname__", "loop")):
+            object.__setattr__(self, name, value)
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graph of an ordinary step, and that of the first one where it differs."""
+        return (self.body,) if self.first is None else (self.body, self.first)
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """Every node of the graphs inside."""
+        for graph in self.graphs:
+            yield from graph.nodes
+
+    def over(self, bind: Callable[[fx.Graph], Step]) -> Callable[..., tuple[Tensor, ...]]:
+        """The loop as a function whose neuron layers are those `bind` knows."""
+        body = bind(self.body)
+        first = body if self.first is None else bind(self.first)
+        return lambda sequences, fixed, carried: _run(self, body, first, sequences, fixed, carried)
+
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+        raise LaunchError("a loop was called outside its network", fix="run the graph through Body.bind")
+
+
+def _run(
+    loop: Loop, body: Step, first: Step, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    steps = [sequence.unbind(0) for sequence in sequences]
+    count = len(carried)
+    results: list[list[Tensor]] = [[] for _ in loop.keep]
+    for t in range(loop.steps):
+        out = (body if t else first)(*(step[t] for step in steps), *fixed, *carried)
+        carried = out[:count]
+        for kept, keep, value in zip(results, loop.keep, out[count:], strict=True):
+            if keep == "all" or t == loop.steps - 1:
+                kept.append(value)
+    return tuple(torch.stack(kept) if keep == "all" else kept[0] for kept, keep in zip(results, loop.keep, strict=True))
+
+
+def leaf_paths(node: fx.Node) -> tuple[str, ...]:
+    """The leaves that a node calls: that of a `call_module`, or those inside a loop."""
+    if node.op == "call_module":
+        return (str(node.target),)
+    if isinstance(node.target, Loop):
+        return tuple(dict.fromkeys(path for inner in node.target.nodes() for path in leaf_paths(inner)))
+    return ()
+
+
+def batch_norm_steps(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    steps: int,
+) -> Tensor:
+    """`ops.batch_norm` at each of `steps` steps of x [T*N, C, ...], time outside, in one result of that shape.
+
+    With batch statistics every step has its own, and the running ones are updated T times in order; otherwise it is one
+    call.
+    """
+    rest = (weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps)
+    if not training and running_mean is not None:
+        return ops.batch_norm(x, *rest)
+    return torch.cat([ops.batch_norm(step, *rest) for step in x.unflatten(0, (steps, -1)).unbind(0)])
+
+
+def batch_norm_repeated(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    steps: int,
+) -> Tensor:
+    """`ops.batch_norm` of an x [N, C, ...] that is the same at each of `steps` steps, whose results are equal.
+
+    In training mode the running statistics and the counter end as after `steps` calls.
+    """
+    rest = (running_mean, running_var, num_batches_tracked, training, momentum, eps)
+    if training and running_mean is not None:
+        with torch.no_grad():
+            for _ in range(steps - 1):
+                ops.batch_norm(x.detach(), None, None, *rest)
+    return ops.batch_norm(x, weight, bias, *rest)
+
+
+TIME_OPS = (batch_norm_steps, batch_norm_repeated)
