@@ -57,7 +57,7 @@ class Ddp(Alone):
     def __init__(self, stage: Stage, axis: Axis) -> None:
         super().__init__(stage, axis)
         self._ddp: DistributedDataParallel | None = None
-        self._empty = False
+        self._left_out: list[nn.Parameter] | None = None
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
         ddp = self._wrap(roots) if last else None
@@ -72,18 +72,21 @@ class Ddp(Alone):
                 where=f"stage {self.stage.index}",
                 fix="use the same outputs in every loss, or launch again when the loss changes",
             )
+        average([p.grad for p in self._left_out or () if p.grad is not None], self.axis)
 
     def _wrap(self, roots: Sequence[Tensor]) -> DistributedDataParallel | None:
-        """DDP around the parameters that the roots reach; None when they reach none."""
-        if self._ddp is None and not self._empty:
-            reached = _reached(roots)
-            names = [name for name, p in self.stage.module.named_parameters() if p.requires_grad]
-            used = {name for name in names if id(self.stage.module.get_parameter(name)) in reached}
-            self._empty = not used
-            if used:
-                buffers = {name for name, _ in self.stage.module.named_buffers()}
-                compat.ddp_ignore(self.stage.module, (set(names) - used) | buffers)
-                self._ddp = compat.ddp_around(self.stage.module, self.axis.group)
+        """DDP around the parameters that the roots of the first step reach; None when they reach none.
+
+        Those it leaves out are averaged in `finish` should a later loss reach them.
+        """
+        if self._left_out is None:
+            module, reached = self.stage.module, _reached(roots)
+            learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            unused = {name for name, p in learned.items() if id(p) not in reached}
+            self._left_out = [learned[name] for name in unused]
+            if len(unused) < len(learned):
+                compat.ddp_ignore(module, unused | {name for name, _ in module.named_buffers()})
+                self._ddp = compat.ddp_around(module, self.axis.group)
         return self._ddp
 
 

@@ -153,6 +153,30 @@ class Digits(nn.Module):
         return torch.stack(outputs)
 
 
+class Aux(nn.Module):
+    """Two answers, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.n, self.first, self.second = nn.Linear(4, 6), LIF(), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.n(self.l(x))
+        return self.first(z), self.second(z)
+
+
+class Still(nn.Module):
+    """The last stage of a pipeline has nothing to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.n, self.h = nn.Linear(4, 6), LIF(vth=0.1), nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.h(self.n(self.l(x)))
+        return out
+
+
 def mlp(scale: float = 0.5, **lif: Any) -> nn.Module:
     return fill(nn.Sequential(nn.Linear(4, 6), LIF(**lif), nn.Linear(6, 3), LIF()), scale=scale)
 
@@ -233,6 +257,11 @@ CASES: dict[str, Case] = {
     "A28": Case(
         lambda: fill(nn.Sequential(Block(), Block(), nn.Linear(4, 2))),
         lambda: [(det(5, 4), torch.ones(5, 2).double()), (det(5, 4, k=0.5), torch.ones(5, 2).double())],
+    ),
+    "still": Case(
+        lambda: fill(Still()),
+        lambda: [(det(6, 4, k=0.3 + 0.1 * i), torch.arange(6) % 3) for i in range(2)],
+        F.cross_entropy,
     ),
     "norms": Case(
         lambda: fill(Norms(), scale=0.9),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from snnpart.api import parallelize
 from snnpart.errors import CheckpointError, SnnpartError
 from snnpart.runtime.launch import launch
-from tests.distributed.cases import LIF, det, fill, mlp, reset
+from tests.distributed.cases import LIF, Aux, det, fill, mlp, reset
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch
 
@@ -180,6 +180,32 @@ def other_signatures() -> dict[str, Any]:
     notices = list(running.notices)
     running.close()
     return {"losses": losses, "outputs": outputs, "notices": notices}
+
+
+def changing_losses(dp: str) -> tuple[list[float], dict[str, Tensor], tuple[str, str]]:
+    """One answer, then both, then the other one alone."""
+    program = parallelize(fill(Aux()), dp=dp, example_inputs=det(4, 4), verify="off")
+    running = program.launch(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    losses = []
+    for i, loss in enumerate((first_answer, both_answers, both_answers)):
+        mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        losses.append(running.train_step(det(8, 4, k=0.3 + 0.1 * i)[mine], (torch.arange(8) % 3)[mine], loss).item())
+    state = running.state_dict()
+    last = error_of(lambda: running.train_step(det(4, 4), torch.arange(4) % 3, second_answer))
+    running.close()
+    return losses, state, last
+
+
+def first_answer(out: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(out[0], y)
+
+
+def second_answer(out: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(out[1], y)
+
+
+def both_answers(out: Any, y: Tensor) -> Tensor:
+    return first_answer(out, y) + second_answer(out, y)
 
 
 def fails_on(rank: int) -> int:

@@ -179,6 +179,15 @@ def test_a28_unused_parameters(pool: Pool, ranks: int, how: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
+    ("ranks", "how"), [(2, PP2), (4, {**PP2, "dp": "ddp"}), (4, {**PP2, "dp": "fsdp2"})], ids=name_of
+)
+def test_a_stage_with_nothing_to_learn(pool: Pool, ranks: int, how: dict[str, Any]) -> None:
+    results = check(pool, "still", ranks, {**how, "microbatches": 2}, learn=True)
+    assert results[-1]["owned"] == ["h.weight", "h.bias"]
+    assert set(results[-1]["gradients"]) == {"l.weight", "l.bias"}
+
+
+@pytest.mark.parametrize(
     ("ranks", "how"),
     [(2, DDP2), (2, {**FSDP2, "microbatches": 2}), (4, {**TP_PP, "microbatches": 2}), (4, {**PP2, "microbatches": 2})],
     ids=name_of,

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.cases import det, fill, mlp, reset
+from tests.distributed.cases import Aux, det, fill, mlp, reset
 from tests.distributed.handmade import make_net
 from tests.distributed.jobs import batch
-from tests.distributed.jobs_launch import Moody
+from tests.distributed.jobs_launch import Moody, both_answers, first_answer
 from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import OneProcess, assert_same
 
@@ -126,6 +126,23 @@ def test_other_signatures_are_compiled_when_they_come(pool: Pool) -> None:
         for made, wanted in zip(result["outputs"], outputs, strict=True):
             torch.testing.assert_close(made, wanted, rtol=0, atol=1e-9)
         assert len(result["notices"]) == 3
+
+
+@pytest.mark.parametrize("dp", ["ddp", "fsdp2"])
+def test_losses_that_use_other_outputs(pool: Pool, dp: str) -> None:
+    """Parameters that a later loss reaches are averaged; under DDP one that reaches fewer is refused by name."""
+    one = OneProcess(fill(Aux()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), reset=reset)
+    losses = []
+    for i, loss in enumerate((first_answer, both_answers, both_answers)):
+        x, y = det(8, 4, k=0.3 + 0.1 * i), torch.arange(8) % 3
+        losses.append(one.train_step([(x[:4], y[:4]), (x[4:], y[4:])], loss))
+    for found, state, (kind, text) in pool.run(JOBS + "changing_losses", ranks=2, dp=dp):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert_same(state, one.model.state_dict())
+        if dp == "ddp":
+            assert kind == "LaunchError" and "does not reach every parameter" in text
+        else:
+            assert kind == ""
 
 
 def test_evaluation_of_fewer_samples_than_microbatches(pool: Pool) -> None:
