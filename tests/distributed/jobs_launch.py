@@ -247,3 +247,40 @@ def modes() -> dict[str, Any]:
     moved = running.state_dict()
     running.close()
     return {"start": start, "kept": kept, "frozen": frozen, "gradients": gradients, "moved": moved}
+
+
+PIECES = {
+    "uneven": (((0, 4),), ((4, 7),)),
+    "interleaved": (((0, 2), (5, 7)), ((2, 5),)),
+    "one empty": (((0, 7),), ()),
+}
+
+
+def collectives(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Every collective over tp = 2 on dim 1: what each rank gets, and the gradient of its input."""
+    from datetime import timedelta
+
+    from snnpart.ops import select_pieces
+    from snnpart.runtime.collectives import GroupCollectives
+    from snnpart.runtime.ranks import join
+
+    ranks = join(1, 2, device=torch.device("cpu"), timeout=timedelta(seconds=30))
+    backend, me, pieces = GroupCollectives(ranks.axes), ranks.at.tp, PIECES[kind]
+    whole = det(2, 7, 3) * (me + 1)
+    own = select_pieces(det(2, 7, 3), 1, pieces[me]).clone()
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, x, call in [
+        ("all_reduce", whole, lambda x: backend.all_reduce(x, "tp")),
+        ("grad_all_reduce", whole, lambda x: backend.grad_all_reduce(x, "tp")),
+        ("all_gather", own, lambda x: backend.all_gather(x, "tp", 1, pieces)),
+        ("bool", own > 0, lambda x: backend.all_gather(x, "tp", -2, pieces)),
+        ("shard", whole, lambda x: backend.shard(x, "tp", 1, pieces)),
+        ("reduce_scatter", whole, lambda x: backend.reduce_scatter(x, "tp", 1, pieces)),
+    ]:
+        x = x.clone().requires_grad_(x.is_floating_point())
+        out = call(x)
+        if out.requires_grad:
+            (out * det(*out.shape, k=0.3)).sum().backward()
+        found[name] = (out.detach(), x.grad if x.grad is not None else torch.empty(0))
+    ranks.close()
+    return found
