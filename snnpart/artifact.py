@@ -144,9 +144,11 @@ def _check_files(folder: Path, head: Mapping[str, Any]) -> None:
 
 def _read(folder: Path, head: Mapping[str, Any], modules: Collection[str]) -> CompiledProgram:
     values = load_file(folder / WEIGHTS)
+    parts = [part for stage in head["stages"] for part in stage["tensors"]]
+    tied = {alias: values[part["name"]] for part in parts for alias in part["aliases"]}
     leaves: dict[str, nn.Module] = {}
     for path, data in head["leaves"].items():
-        inside = {n[len(path) + 1 :]: t for n, t in values.items() if n.startswith(f"{path}.")}
+        inside = {n[len(path) + 1 :]: t for n, t in {**values, **tied}.items() if n.startswith(f"{path}.")}
         leaves[path] = frameworks.decode_leaf(data, inside, modules=modules)
     source = text.parse_graph((folder / SOURCE).read_text(), tensors=values, leaves=leaves, modules=modules)
     _mark_learned(source, head)

@@ -86,6 +86,7 @@ class _Walk:
         self.matrices: dict[fx.Node, tuple[dict[str, Row], dict[str, str]]] = {}
         self.reasons: dict[fx.Node, str] = {}
         self.calls: dict[str, list[fx.Node]] = {}
+        self.tied = graph.tied_leaves()
         ask = Ask(graph, tp, self.lanes)
         for node in graph.graph.nodes:
             if is_matrix(node):
@@ -101,11 +102,11 @@ class _Walk:
 
     def _follower(self, node: fx.Node, ask: Ask, barred: set[str]) -> None:
         if node.op == "call_module":
-            self.calls.setdefault(str(node.target), []).append(node)
+            self.calls.setdefault(self.leaf(node), []).append(node)
         if all(ask.lane(n) is None for n in node.all_input_nodes):
             return
         try:
-            if node.op == "call_module" and node.target in barred:
+            if node.op == "call_module" and self.leaf(node) in barred:
                 raise Declined("another call of the same layer cannot be sharded")
             found = follow(node, ask)
         except Declined as reason:
@@ -113,6 +114,10 @@ class _Walk:
             return
         self.rows[node] = found
         self.lanes[node] = found.output if isinstance(found.output, Sharded) else None
+
+    def leaf(self, node: fx.Node) -> str:
+        """The leaf the node calls; of leaves that share a tensor the first."""
+        return self.tied.get(str(node.target), str(node.target))
 
     def mixed_leaves(self) -> set[str]:
         """Leaves with both sharded and other calls."""
@@ -125,7 +130,7 @@ def _clusters(walk: _Walk) -> tuple[Cluster, ...]:
     first: dict[str, fx.Node] = {}
     for node, found in walk.rows.items():
         if node.op == "call_module":
-            joined.union(first.setdefault(f"leaf {node.target}", node), node)
+            joined.union(first.setdefault(f"leaf {walk.leaf(node)}", node), node)
         for source, spread in zip(node.all_input_nodes, found.inputs):
             if isinstance(spread, Sharded) and walk.lanes.get(source) is not None:
                 joined.union(source, node)

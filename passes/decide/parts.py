@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -88,14 +88,14 @@ def find_parts(graph: SpikeGraph) -> Parts:
     free = everywhere(graph.graph)
     nodes = [node for node in graph.graph.nodes if node not in free and node.op != "output"]
     index = {node: i for i, node in enumerate(nodes)}
-    keys, representative = _join(nodes)
+    keys, representative = _join(nodes, graph.tied_leaves())
     condensed = nx.condensation(_dependencies(nodes, index, representative))
     members = _members(nodes, representative, condensed.graph["mapping"])
     order = nx.lexicographical_topological_sort(condensed, key=lambda part: index[members[part][0]])
     return _arrange(order, condensed, members, keys, free)
 
 
-def _join(nodes: list[fx.Node]) -> tuple[dict[fx.Node, list[str]], dict[fx.Node, fx.Node]]:
+def _join(nodes: list[fx.Node], tied: Mapping[str, str]) -> tuple[dict[fx.Node, list[str]], dict[fx.Node, fx.Node]]:
     """Keys of each node, and for each node the one that stands for all joined with it."""
     joined = nx.utils.UnionFind(nodes)
     keys: dict[fx.Node, list[str]] = {}
@@ -106,7 +106,7 @@ def _join(nodes: list[fx.Node]) -> tuple[dict[fx.Node, list[str]], dict[fx.Node,
             key = str(node.target) if node.op in ("call_module", "get_attr") else ""
             if key:
                 keys[node] = [key]
-                joined.union(first.setdefault(key, node), node)
+                joined.union(first.setdefault(tied.get(key, key), node), node)
         if node in weights:
             joined.union(node, *(user for user in node.users if user.op != "output"))
     return keys, {node: joined[node] for node in nodes}

@@ -295,7 +295,8 @@ class _Header:
             self.leaves[path] = replace(info, module=made)
 
     def _make(self, path: str, data: Any) -> nn.Module:
-        inside = {name[len(path) + 1 :]: info.tensor for name, info in self.tensors.items() if info.leaf == path}
+        named = {alias: info.tensor for name, info in self.tensors.items() for alias in (name, *info.aliases)}
+        inside = {name[len(path) + 1 :]: tensor for name, tensor in named.items() if name.startswith(f"{path}.")}
         modules = self.reader.modules
         return decode_leaf(data, inside, modules=leaf_packages(data) if modules is None else modules)
 
