@@ -66,7 +66,8 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _stale(module: nn.Module) -> str:
     """The name of an attribute or buffer that carries an earlier forward's autograd graph, or ''."""
-    held = [*_plain(module), *module._buffers.items()]
+    made_before_each_call = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # weight_norm
+    held = [(n, v) for n, v in (*_plain(module), *module._buffers.items()) if n not in made_before_each_call]
     return next((name for name, value in held if any(t.grad_fn is not None for t in tensors_in(value))), "")
 
 

@@ -99,8 +99,8 @@ class RecordingMode(TorchFunctionMode):
         if any(isinstance(value, TrainingFlag) for value in kwargs.values()):
             kwargs = {key: True if isinstance(value, TrainingFlag) else value for key, value in kwargs.items()}
         try:
-            if args and isinstance(args[0], Tensor) and not isinstance(function, FunctionType):
-                return function(*args, **kwargs)  # a fake tensor brings its mode along
+            if args and isinstance(args[0], Tensor) and not _needs_mode(function):
+                return function(*args, **kwargs)
             with self.recorder.fakes:
                 return function(*args, **kwargs)
         except DATA_DEPENDENT as error:
@@ -215,6 +215,11 @@ def _batch_norm_arguments(
 ) -> tuple[Any, ...]:
     """The arguments of `F.batch_norm` in the order of `ops.batch_norm`."""
     return input, weight, bias, running_mean, running_var, None, training, momentum, eps
+
+
+def _needs_mode(function: Any) -> bool:
+    """Whether a function of a fake tensor must run under the fake mode: most bring it along; entering it is slow."""
+    return isinstance(function, FunctionType) or function is torch.Tensor.new_tensor
 
 
 def _holds_tensor(out: Any) -> bool:

@@ -58,6 +58,7 @@ class Recording:
     states: tuple[StateSlot, ...]
     assumptions: tuple[Assumption, ...]
     specialised: bool
+    carried: tuple[StateSlot, ...]
 
 
 def record(request: Request, batch: int | None) -> Recording:
@@ -88,10 +89,12 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
             out = _run(recorder, request, inputs)
         recorder.finish()
         with recorder.pause():
-            names, spec, constants = _outputs(recorder, out, states := _settle(recorder, before))
+            carried = tuple(before.carried(batch)) if batch is not None else ()
+            states = _settle(recorder, before)
+            names, spec, constants = _outputs(recorder, out)
     return Recording(
         batch, recorder.graph, names, spec, constants, recorder.roots, modules.called, states,
-        tuple(recorder.assumptions.values()), recorder.specialised,
+        tuple(recorder.assumptions.values()), recorder.specialised, carried,
     )  # fmt: skip
 
 
@@ -225,9 +228,7 @@ def _assign(recorder: Recorder, name: str, value: fx.Node) -> None:
     facts.put(graph.call_function(ops.assign, (read, value)), facts.origin(value))
 
 
-def _outputs(
-    recorder: Recorder, out: Any, states: tuple[StateSlot, ...]
-) -> tuple[tuple[str, ...], pytree.TreeSpec, dict[int, Any]]:
+def _outputs(recorder: Recorder, out: Any) -> tuple[tuple[str, ...], pytree.TreeSpec, dict[int, Any]]:
     """Close the graph; names, structure and constants of the output."""
     keyed, spec = pytree.tree_flatten_with_path(out)
     names: list[str] = []

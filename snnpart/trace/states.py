@@ -49,6 +49,16 @@ class Before:
                 if name not in _TORCH_SLOTS and (name not in own or _differs(own[name], _frozen(value))):
                     yield StateSlot(path, name, _describe(own.get(name, _ABSENT)))
 
+    def carried(self, batch: int) -> Iterator[StateSlot]:
+        """Those of them that held, before the forward, a tensor of the shape it has afterwards, batch included."""
+        for path, module, own, _ in self._modules:
+            for name, before in own.items():
+                after = vars(module).get(name)
+                if not isinstance(before, Tensor) or not isinstance(after, Tensor) or after is before:
+                    continue
+                if before.shape == after.shape and batch in before.shape:
+                    yield StateSlot(path, name, _describe(before))
+
     def buffers(self) -> Iterator[NewBuffer | StateSlot]:
         """Registered buffers that hold another tensor now; those of another shape as state."""
         for path, module, _, buffers in self._modules:

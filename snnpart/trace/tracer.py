@@ -72,6 +72,7 @@ def trace(
         training_specialised=recording.specialised,
         states=recording.states,
         assumptions=recording.assumptions + _further_assumptions(call, traced),
+        notes=_other_names(model, recording),
     )
 
 
@@ -124,6 +125,7 @@ def _record_for_all_batches(request: Request) -> Traced:
     try:
         second = record(request, next(sizes))
     except TraceError as error:
+        _refuse_carried(first)
         return Traced(first, f"forward fails with another batch size: {error}")
     dims = batches.growing(first, second)
     try:
@@ -133,6 +135,16 @@ def _record_for_all_batches(request: Request) -> Traced:
         # made anew: the one at hand may hold sizes that depend on the batch
         return Traced(record(request, batch), str(error), dims)
     return Traced(first, "", dims)
+
+
+def _refuse_carried(recording: Recording) -> None:
+    """State that has the example's batch size before forward, in a module that fails at another, is an old window's."""
+    for slot in recording.carried:
+        raise TraceError(
+            f"attribute '{slot.name}' holds a {slot.initial} of an earlier forward",
+            where=f"module '{slot.module}'",
+            fix="give the module a reset() without arguments, or pass reset=f, called as f(model)",
+        )
 
 
 def _other_sizes(call: ExampleCall, batch: int) -> Iterator[int]:
@@ -154,6 +166,18 @@ def _further_assumptions(call: ExampleCall, traced: Traced) -> tuple[Assumption,
 def _spikes(graph: fx.Graph) -> bool:
     """Whether there is a surrogate gradient: a hand-written neuron."""
     return any(isinstance(node.target, ops.Surrogate) for node in graph.nodes)
+
+
+def _other_names(model: nn.Module, recording: Recording) -> dict[str, str]:
+    """For each leaf that the model reaches under several paths, the others."""
+    found: dict[str, str] = {}
+    first = {id(leaf.module): path for path, leaf in recording.leaves.items()}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.get(id(module), path)
+        if known != path:
+            key = f"other names of {known}"
+            found[key] = f"{found[key]}, {path}" if key in found else path
+    return found
 
 
 def _tensors(recording: Recording) -> dict[str, TensorInfo]:

@@ -105,7 +105,7 @@ class Shared(nn.Module):
 
 def test_a_neuron_under_two_names_is_one_leaf() -> None:
     graph = check(fill(Shared()), data(5, 4) * 2)
-    assert list(graph.leaves) == ["first"]
+    assert list(graph.leaves) == ["first"] and graph.notes == {"other names of first": "second"}
     calls = [(node.target, list(node.kwargs)) for node in graph.graph.nodes if node.op == "call_module"]
     assert calls == [("first", []), ("first", ["x"])]
 

@@ -211,6 +211,45 @@ def test_a_tensor_made_behind_the_tracers_back_is_a_constant() -> None:
     assert "_constant0" in found.text and "test_modules.py" in found.place
 
 
+class Parametrised(nn.Module):
+    """Weights computed from others before each call, in all three ways of torch; one writes buffers with out=."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.b = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.c = nn.utils.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_parametrised_weights() -> None:
+    model = Parametrised().double()
+    model.c(data(3, 4))
+    graph = trace(model, data(3, 4))
+    assert graph.training_specialised  # spectral_norm asks for the mode
+    written = sorted(str(node.args[0].target) for node in graph.graph.nodes if node.target is ops.assign)
+    assert written == ["b.parametrizations.weight.0._u", "b.parametrizations.weight.0._v"]
+    assert graph.tensors["c.weight_g"].used and "c.weight" not in graph.tensors
+
+
+class Synchronised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.bn = nn.Linear(4, 4), nn.SyncBatchNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.l(x)) + x.new_tensor([1, 2, 3, 4])
+
+
+def test_sync_batch_norm_is_a_batch_norm() -> None:
+    graph = trace(fill(Synchronised()), data(3, 4))
+    assert sum(node.target is ops.batch_norm for node in graph.graph.nodes) == 1
+    assert [a.kind for a in graph.assumptions] == ["batch norm", "neuron"]
+
+
 OUTSIDE = torch.ones(4, dtype=torch.float64, requires_grad=True)
 
 

@@ -165,6 +165,22 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
         trace(fill(Firing(lambda u: WritesInput.apply(u * 1))), data(5, 4))
 
 
+STASH: list[Tensor] = []
+
+
+class Stashes(Spike):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        STASH[:] = [u * 2]
+        return Spike.forward(ctx, u)
+
+
+def test_a_tensor_smuggled_out_of_a_function_is_refused() -> None:
+    with pytest.raises(TraceError, match="made by something the tracer cannot see") as caught:
+        trace(fill(Firing(lambda u: Stashes.apply(u) + STASH[0])), data(5, 4))
+    assert "shape (5, 6)" in str(caught.value) and "STASH[0]" in str(caught.value)
+
+
 def test_classes_are_as_before_also_after_a_failure() -> None:
     kept = [(cls, dict(vars(cls))) for cls in (Spike, Separate, Narrow, Learned)]
 

@@ -149,6 +149,15 @@ def test_state_that_cannot_be_reset_is_named() -> None:
     check(model, torch.ones(2, 4), reset=forget)
 
 
+def test_state_left_by_a_forward_without_gradients_is_named() -> None:
+    model = fill(nn.Sequential(nn.Linear(4, 4), Stubborn()))
+    with torch.no_grad():
+        model(data(3, 4))
+    with pytest.raises(TraceError, match=r"'state' holds a tensor\[3, 4\] of an earlier forward") as caught:
+        trace(model, data(3, 4))
+    assert "module '1'" in str(caught.value) and "reset=" in str(caught.value)
+
+
 def reset(model: nn.Module) -> None:
     for child in model.modules():
         if isinstance(child, LIF):
