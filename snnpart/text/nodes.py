@@ -7,13 +7,21 @@
 %s = &sn1(%c) : ...
 %z = surrogate my.module:Spike(%c) : ...
 return (%z,)
+
+A loop is followed by the graphs of its steps, which end with their `return`:
+
+%loop = loop 4 (all, last)((%x,), (%w,), (None,)) : ...
+  body
+    %step0 = input step0 : ...
+    return (%m, %s, %m)
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +31,7 @@ from snnpart import facts
 from snnpart.errors import ConfigError
 from snnpart.facts import Origin, Value, Values
 from snnpart.ops import Surrogate
+from snnpart.ops_time import Keep, Loop
 from snnpart.text import functions, literals, types
 from snnpart.text.lexer import Line, lines
 from snnpart.text.literals import Reader
@@ -39,7 +48,16 @@ def print_fx(graph: fx.Graph, *, with_facts: bool = True, with_origin: bool = Tr
     Raises:
         ConfigError: an argument has no text form; the message names the node.
     """
-    return "".join(f"{print_node(node, with_facts, with_origin)}\n" for node in graph.nodes)
+    return "".join(f"{line}\n" for line in _print(graph, with_facts, with_origin))
+
+
+def _print(graph: fx.Graph, with_facts: bool, with_origin: bool) -> Iterator[str]:
+    for node in graph.nodes:
+        yield print_node(node, with_facts, with_origin)
+        if isinstance(node.target, Loop):
+            for name, inner in zip(("body", "first"), node.target.graphs):
+                yield f"  {name}"
+                yield from (f"    {line}" for line in _print(inner, with_facts, with_origin))
 
 
 def print_node(node: fx.Node, with_facts: bool = True, with_origin: bool = True) -> str:
@@ -80,6 +98,8 @@ def target_text(node: fx.Node) -> str:
         return f".{target}"
     if isinstance(target, Surrogate):
         return f"surrogate {functions.class_path(target.function)}"
+    if isinstance(target, Loop):
+        return f"loop {target.steps} ({', '.join(target.keep)})"
     path = functions.path_of(target)
     kind = "class " if isinstance(target, type) else "function " if ":" in path else ""
     return f"{kind}{path}"
@@ -120,19 +140,31 @@ def parse_fx(text: str, *, modules: Collection[str] | None = None, first_line: i
 
 def parse_lines(found: list[Line], modules: Collection[str] | None) -> fx.Graph:
     """The graph of already split lines."""
-    graph = fx.Graph()
-    nodes: dict[str, fx.Node] = {}
-    reader = Reader(nodes, modules)
-    for line in found:
-        node = _read_line(line, graph, nodes, reader)
-        _read_facts(line, node, reader)
-        line.end()
-    if not found or node.op != "output":
-        raise ConfigError("the graph does not end with a return", where=f"line {found[-1].number if found else 1}")
+    rest = deque(found)
+    graph = _read_graph(rest, modules, found[-1].number if found else 1)
+    if rest:
+        raise rest[0].error("the graph ended with the return above", 1)
     return graph
 
 
-def _read_line(line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: Reader) -> fx.Node:
+def _read_graph(rest: deque[Line], modules: Collection[str] | None, last: int) -> fx.Graph:
+    """Lines up to and with the return."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    reader = Reader(nodes, modules)
+    while rest:
+        line = rest.popleft()
+        node = _read_line(line, graph, nodes, reader, rest)
+        _read_facts(line, node, reader)
+        line.end()
+        if node.op == "output":
+            return graph
+    raise ConfigError("the graph does not end with a return", where=f"line {last}")
+
+
+def _read_line(
+    line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: Reader, rest: deque[Line]
+) -> fx.Node:
     if line.take("return"):
         return graph.output(reader.read(line))
     token = line.need("node", "a node (%name) or return")
@@ -140,7 +172,7 @@ def _read_line(line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: R
     if name in nodes:
         raise line.error(f"%{name} is defined twice", token.column)
     line.expect("=")
-    op, target = _read_target(line, reader)
+    op, target = _read_target(line, reader, rest)
     args, kwargs = ((), {}) if op in ("placeholder", "get_attr") else _read_arguments(line, reader)
     node = graph.create_node(op, target, args, kwargs, name)
     if node.name != name:
@@ -149,7 +181,7 @@ def _read_line(line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: R
     return node
 
 
-def _read_target(line: Line, reader: Reader) -> tuple[str, Any]:
+def _read_target(line: Line, reader: Reader, rest: deque[Line]) -> tuple[str, Any]:
     kind = line.peek.kind
     if kind in ("tensor", "leaf"):
         path = _unquote(line.next().text[1:])
@@ -158,6 +190,8 @@ def _read_target(line: Line, reader: Reader) -> tuple[str, Any]:
         return "call_method", _method(line)
     if line.take("input"):
         return "placeholder", line.need("name", "the name of the input").text
+    if line.peek.text == "loop":
+        return "call_function", _loop(line, reader, rest)
     if line.take("surrogate"):
         return "call_function", _surrogate(line, reader)
     if line.take("class"):
@@ -184,6 +218,31 @@ def _surrogate(line: Line, reader: Reader) -> Surrogate:
         return Surrogate(functions.import_class(token.text, torch.autograd.Function, reader.modules))
     except ConfigError as error:
         raise line.error(str(error), token.column) from error
+
+
+def _loop(line: Line, reader: Reader, rest: deque[Line]) -> Loop:
+    line.expect("loop")
+    steps = types.read_int(line)
+    line.expect("(")
+    keep: list[Keep] = []
+    while not line.take(")"):
+        word = line.need("name", "all or last")
+        if word.text != "all" and word.text != "last":
+            raise line.error(f"'{word.text}' is not kept", word.column, ("all", "last"))
+        keep.append(word.text)
+        line.take(",")
+    body = _block("body", line, reader, rest)
+    first = _block("first", line, reader, rest) if rest and rest[0].peek.text == "first" else None
+    return Loop(body, steps, tuple(keep), first)
+
+
+def _block(name: str, line: Line, reader: Reader, rest: deque[Line]) -> fx.Graph:
+    if not rest or rest[0].peek.text != name:
+        raise line.error(f"a loop is followed by its {name}", 1)
+    head = rest.popleft()
+    head.expect(name)
+    head.end()
+    return _read_graph(rest, reader.modules, head.number)
 
 
 def _function(line: Line) -> Any:
