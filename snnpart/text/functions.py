@@ -1,8 +1,8 @@
 """Names of call targets, both ways.
 
 A graph may call: the tensor functions of torch (those behind `torch`, `torch.nn.functional`, `torch.linalg`,
-`torch.special`, `torch.fft`), the arithmetic of `operator`, and `snnpart.ops`. Nothing else resolves, so that reading a
-graph cannot call into files, pickles or the system. Classes (surrogates, NamedTuples) are imported by
+`torch.special`, `torch.fft`), the arithmetic of `operator`, `snnpart.ops` and `snnpart.ops_time`. Nothing else resolves,
+so that reading a graph cannot call into files, pickles or the system. Classes (surrogates, NamedTuples) are imported by
 `module:qualname`; only subclasses of `autograd.Function` and of NamedTuple are accepted, and only from the modules
 that the caller allows.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from snnpart import ops
+from snnpart import ops, ops_time
 from snnpart.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -35,6 +35,7 @@ _OWN: tuple[Function, ...] = (
     ops.all_gather,
     ops.shard,
     ops.reduce_scatter,
+    *ops_time.TIME_OPS,
 )
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
 _PYTHON_FACTORIES = ("tensor", "as_tensor", "arange")
@@ -59,7 +60,7 @@ def _paths() -> dict[Function, str]:
 
 def _candidates() -> Iterator[tuple[str, Function]]:
     yield from ((f"operator.{name}", getattr(operator, name)) for name in _OPERATORS.split())
-    yield from ((f"snnpart.ops.{function.__name__}", function) for function in _OWN)
+    yield from ((f"{function.__module__}.{function.__name__}", function) for function in _OWN)
     for path in _NAMESPACES:
         yield from _tensor_functions(importlib.import_module(path), path)
 

@@ -49,7 +49,7 @@ class _Build:
         sequences = tuple(emitter.stack(folded, like) for folded in self.sequences.values())
         begin = tuple(None if has_first else self._begin(init) for init in self.carried.values())
         values = Values(tuple(self._result(column, keep) for column, keep in self.keep.items()))
-        node = emitter.add(loop, (sequences, tuple(self.fixed.values()), begin), values, like, "loop")
+        node = emitter.add(loop, (sequences, self._fixed(), begin), values, like, "loop")
         for at, (column, keep) in enumerate(self.keep.items()):
             made = emitter.add(operator.getitem, (node, at), values.items[at], column.model, emitter.name(column))
             value = facts.need(column.model, Value)
@@ -134,6 +134,10 @@ class _Build:
         else:
             self.fixed[node] = self.emitter.value(node)
 
+    def _fixed(self) -> tuple[fx.Node, ...]:
+        """The fixed values; one may stand for several old nodes."""
+        return tuple(dict.fromkeys(self.fixed.values()))
+
     def _step(self, node: fx.Node) -> int | None:
         return self.columns.steps_of.get(node)
 
@@ -172,8 +176,8 @@ class _Build:
         inputs: dict[Any, fx.Node] = {}
         for at, (key, folded) in enumerate(self.sequences.items()):
             inputs["sequence", key] = _input(graph, f"step{at}", folded.value)
-        for at, (old, new) in enumerate(self.fixed.items()):
-            inputs["fixed", old] = _input(graph, f"fixed{at}", facts.get(new, Value))
+        shared = {new: _input(graph, f"fixed{at}", facts.get(new, Value)) for at, new in enumerate(self._fixed())}
+        inputs.update((("fixed", old), shared[new]) for old, new in self.fixed.items())
         for at, key in enumerate(self.carried):
             inputs["carried", key] = _input(graph, f"carried{at}", self._carried_value(key[0]))
         graph.output(tuple(fill(graph, inputs)))
