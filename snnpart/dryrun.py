@@ -314,7 +314,9 @@ def _empty(item: Any) -> Tensor:
 
 def _is_taken_as_stated(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Buffer writers, the user's functions, and what makes a tensor from numbers (it would be on a real device)."""
-    if node.target in (ops.batch_norm, ops.assign, *TIME_OPS) or isinstance(node.target, (ops.Surrogate, Loop)):
+    if node.target in (ops.batch_norm, ops.batch_norm_copies, ops.assign, *TIME_OPS) or isinstance(
+        node.target, (ops.Surrogate, Loop)
+    ):
         return True
     works = any(not isinstance(values[n], (bool, int, float)) for n in node.all_input_nodes)
     return not works and facts.get(node, Value) is not None and node.op != "call_module"

@@ -48,7 +48,9 @@ def writes_buffer(node: fx.Node) -> bool:
         return any(writes_buffer(inner) for inner in node.target.nodes())
     if node.target is ops.assign:
         return True
-    return node.target in (ops.batch_norm, *TIME_OPS) and any(isinstance(arg, fx.Node) for arg in node.args[3:6])
+    return node.target in (ops.batch_norm, ops.batch_norm_copies, *TIME_OPS) and any(
+        isinstance(arg, fx.Node) for arg in node.args[3:6]
+    )
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ Every other operation in a graph is a torch function (`call_function`), a tensor
 layer that stays whole (`call_module`). What stands here:
 
 - `batch_norm`: a BatchNorm layer's whole forward, running statistics and batch counter included, for train and eval.
+- `batch_norm_copies`: the same for an input that is repeated over time, computed on one copy.
 - `Surrogate`: `autograd.Function.apply` of one class as one node, with the class's own backward.
 - `assign`: writes a buffer at the end of a forward; the only operation kept for its effect.
 - `index_assign`: `x[index] = value` without touching x.
@@ -57,6 +58,39 @@ def batch_norm(
         if momentum is None:
             factor = 1.0 / float(num_batches_tracked)
     return F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, factor, eps)
+
+
+def batch_norm_copies(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    copies: int,
+) -> Tensor:
+    """What one `batch_norm` of `copies` equal x [N, C, ...] in one batch gives for each of them.
+
+    Mean and variance of the batch are those of x. The running variance is unbiased over copies * n numbers a channel
+    where x has n. One number a channel has no variance, its copies have 0: then they are normalised together.
+    """
+    rest = (num_batches_tracked, training, momentum, eps)
+    numbers = x.numel() // max(x.shape[1], 1)
+    if numbers == 1 and (training or running_mean is None):
+        together = x.expand(copies, *x.shape[1:])
+        return batch_norm(together, weight, bias, running_mean, running_var, *rest)[:1]
+    if not training or running_var is None or numbers == 0:
+        return batch_norm(x, weight, bias, running_mean, running_var, *rest)
+    seen = running_var.clone()  # autograd keeps what it is given: only a copy may be corrected afterwards
+    y = batch_norm(x, weight, bias, running_mean, seen, *rest)
+    share = copies * (numbers - 1) / (copies * numbers - 1)
+    with torch.no_grad():
+        factor = 1.0 / float(num_batches_tracked) if momentum is None and num_batches_tracked is not None else momentum
+        running_var.mul_((1.0 - (factor or 0.0)) * (1.0 - share)).add_(seen, alpha=share)
+    return y
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,10 @@ _NAMES: dict[Kind, str] = {
     "conv": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
     "linear": "linear",
     "matmul": "matmul bmm mm scaled_dot_product_attention",
-    "norm": "batch_norm layer_norm group_norm instance_norm rms_norm softmax log_softmax normalize local_response_norm",
+    "norm": (
+        "batch_norm batch_norm_copies layer_norm group_norm instance_norm rms_norm softmax log_softmax normalize "
+        "local_response_norm"
+    ),
     "pool": (
         "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
         "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d interpolate pad"

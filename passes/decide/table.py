@@ -42,7 +42,8 @@ def _function_rules() -> dict[Any, Rule]:
     table.update(dict.fromkeys(rules_matrix.MATRICES, rules_matrix.grouped))
     table.update(dict.fromkeys(rules_local.functions(_REDUCTIONS), rules_shape.reduce))
     table.update({F.interpolate: rules_local.resize, F.pad: rules_local.pad})
-    table.update({ops.batch_norm: rules_local.batch_norm, ops.index_assign: rules_shape.index_assign})
+    table.update(dict.fromkeys((ops.batch_norm, ops.batch_norm_copies), rules_local.batch_norm))
+    table[ops.index_assign] = rules_shape.index_assign
     table.update(dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten), rules_shape.reshape))
     table.update(
         {

@@ -27,6 +27,7 @@ _REFUSED = frozenset({"from_file", "frombuffer", "from_numpy"})
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul neg pos abs invert and_ or_ xor eq ne lt le gt ge getitem"
 _OWN: tuple[Function, ...] = (
     ops.batch_norm,
+    ops.batch_norm_copies,
     ops.assign,
     ops.index_assign,
     ops.affine,
