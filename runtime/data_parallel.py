@@ -14,6 +14,7 @@ rewritten by a hook of their own (FSDP2 computes with other tensor objects, whic
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -50,6 +51,9 @@ class Alone:
     def rest(self) -> None:
         """Put parameters into the form the optimizer and the state see."""
 
+    def forget(self) -> None:
+        """Forget which parameters earlier losses reached: the next one may be another."""
+
 
 class Ddp(Alone):
     """Gradients averaged by DistributedDataParallel's buckets while the last backward runs."""
@@ -64,6 +68,10 @@ class Ddp(Alone):
         if ddp is not None:
             compat.ddp_expect_backward(ddp, roots)
         super().backward(roots, grads, last)
+
+    def forget(self) -> None:
+        self._ddp, self._empty = None, False
+        gc.collect()  # the old reducer takes its hooks off the parameters when it goes
 
     def finish(self) -> None:
         if self._ddp is not None and not compat.ddp_finished(self._ddp):

@@ -247,14 +247,19 @@ class RunningProgram:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Put buffers, gradients and mode back when the block is left: for checks that must leave no trace."""
+        """Put buffers, gradients and mode back when the block is left: for checks that must leave no trace.
+
+        Steps inside update no parameter.
+        """
         buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.named_buffers()]
         grads, training = [(p, p.grad) for p in self.parameters()], self.training
+        optimizer, self.optimizer, norm = self.optimizer, None, self.grad_norm
         self.zero_grad()
         try:
             yield
         finally:
-            self.training = training
+            self.training, self.optimizer, self.grad_norm = training, optimizer, norm
+            self._parallel.forget()
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

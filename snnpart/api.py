@@ -166,12 +166,13 @@ class ParallelProgram:
         self._plan = plan
         self._compiled: CompiledProgram | None = None
         self._gate: gates.GateReport | None = None
+        self._example: Any = None
 
     def compile(self, inputs: Any) -> CompiledProgram:
         """Compile for `inputs` (as `example_inputs`); the first compilation fixes the plan."""
         compiled, report = compile_program(self.model, inputs, self.options, self._plan)
         if self._compiled is None:
-            self._compiled, self._gate, self._plan = compiled, report, compiled.plan
+            self._compiled, self._gate, self._plan, self._example = compiled, report, compiled.plan, inputs
         return compiled
 
     @property
@@ -215,7 +216,11 @@ class ParallelProgram:
     def _launch(self, options: Mapping[str, Any]) -> RunningProgram:
         from snnpart.runtime.launch import launch
 
-        return launch(self.compiled, specialise=self._specialise, **options)
+        expected = self._check_running if self.options.verify == "full" else None
+        return launch(self.compiled, **{"specialise": self._specialise, "expected": expected, **options})
+
+    def _check_running(self, running: RunningProgram) -> None:
+        gates.check_running(running, self._example)
 
     def _specialise(self, inputs: Any, training: bool) -> CompiledProgram:
         """The same network and plan for another signature; numerics were checked for the first one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,13 +32,18 @@ class GateReport:
         traced: largest differences of the traced graph from the module, relative (0.0: bit-equal).
         program: the same of the lowered program under all its ranks; None when it was not compared.
         unverified: neuron layers that were silent or always on in the example, with their rates.
+        precision: the dtype in which the lowered program was compared: float64 where float32 showed a difference that
+            a spike flipped by another order of summation may explain.
         seconds: time the comparison took.
+        reference: what the module computed, for `check_program`; not part of the report.
     """
 
     traced: Differences
     program: Differences | None = None
     unverified: dict[str, float]
+    precision: str = "the network's own"
     seconds: float
+    reference: Observed | None = field(default=None, repr=False, compare=False)
 
 
 def check_trace(model: nn.Module, graph: SpikeGraph, inputs: Any, *, reset: Reset | None = None) -> GateReport:
@@ -61,7 +66,9 @@ def check_trace(model: nn.Module, graph: SpikeGraph, inputs: Any, *, reset: Rese
     differences, wrong = compare(want, got)
     if wrong or want.structure != got.structure:
         raise _refusal(model, graph, inputs, reset, wrong)
-    return GateReport(traced=differences, unverified=_unverified(got, graph), seconds=time.perf_counter() - start)
+    return GateReport(
+        traced=differences, unverified=_unverified(got, graph), seconds=time.perf_counter() - start, reference=want
+    )
 
 
 def check_program(
@@ -82,19 +89,59 @@ def check_program(
     """
     start = time.perf_counter()
     _refuse_not_finite(inputs)
-    want = observe_module(model, compiled.source, inputs, reset)
-    want.buffers = {n: value for n, value in want.buffers.items() if compiled.source.tensors[n].leaf is None}
-    differences, wrong = compare(want, observe_program(compiled, inputs, want))
+    seen = report.reference if report is not None else None
+    want = observe_module(model, compiled.source, inputs, reset) if seen is None else seen
+    differences, wrong = compare_program(compiled, inputs, want)
+    precision = GateReport.precision
+    if wrong and (again := _in_double(compiled, inputs)) is not None:
+        (differences, wrong), precision = again, "float64"
     if wrong:
         raise VerifyError(
-            f"the lowered program differs from the module: {_list(wrong)}",
+            f"the lowered program differs from the module: {listed(wrong)}",
             where=f"{compiled.source.name}, tp={compiled.plan.tp}, pp={compiled.plan.pp}",
             fix='report it with the model, or compile with verify="trace" to go on without this comparison',
         )
     seconds = time.perf_counter() - start
     if report is None:
         report = GateReport(traced=differences, unverified=_unverified(want, compiled.source), seconds=0.0)
-    return replace(report, program=differences, seconds=report.seconds + seconds)
+    return replace(report, program=differences, precision=precision, seconds=report.seconds + seconds, reference=None)
+
+
+def compare_program(compiled: CompiledProgram, inputs: Any, want: Observed) -> tuple[Differences, list[Mismatch]]:
+    """The simulated program against an observation; buffers that leaves keep as state are left out."""
+    kept = {name: value for name, value in want.buffers.items() if compiled.source.tensors[name].leaf is None}
+    want = replace(want, buffers=kept)
+    return compare(want, observe_program(compiled, inputs, want))
+
+
+def _in_double(compiled: CompiledProgram, inputs: Any) -> tuple[Differences, list[Mismatch]] | None:
+    """The comparison in float64, against the traced graph, which `check_trace` found equal to the module.
+
+    Sharding sums in another order; in float32 that can flip a spike, and a flipped spike is a large difference of a
+    correct program. In float64 only a wrong program differs. None when the network is in float64 already, or cannot
+    run in it (a layer that always emits float32).
+    """
+    tensors = compiled.source.tensors
+    if all(info.tensor.dtype is not torch.float32 for info in tensors.values()):
+        return None
+    doubled = {
+        name: replace(info, tensor=_to_double(info.tensor).requires_grad_(info.tensor.requires_grad))
+        for name, info in tensors.items()
+    }
+    wide = replace(compiled, source=replace(compiled.source, tensors=doubled))
+    wide_inputs = pytree.tree_map(lambda x: _to_double(x) if isinstance(x, Tensor) else x, inputs)
+    try:
+        want = observe_graph(wide.source, wide_inputs)
+        if not all(output.dtype is torch.float64 for output in want.outputs if output.is_floating_point()):
+            return None
+        return compare_program(wide, wide_inputs, want)
+    except RuntimeError:  # the network's own code insists on float32
+        return None
+
+
+def _to_double(x: Tensor) -> Tensor:
+    """x in float64 when it is a floating-point tensor."""
+    return x.detach().double() if x.is_floating_point() else x.detach()
 
 
 def _refuse_not_finite(inputs: Any) -> None:
@@ -124,11 +171,12 @@ def _refusal(
     if node is None and wrong:
         node = next((n for n in graph.graph.nodes if n.op == "get_attr" and n.target == wrong[0].name), None)
     where = facts.place(node) if node is not None else graph.name
-    what = f"the traced graph differs from the module: {_list(wrong)}" if wrong else "its result has another structure"
+    what = f"the traced graph differs from the module: {listed(wrong)}" if wrong else "its result has another structure"
     return VerifyError(what, where=where, fix='report it with the model; verify="off" goes on without the comparison')
 
 
-def _list(wrong: list[Mismatch]) -> str:
+def listed(wrong: list[Mismatch]) -> str:
+    """The worst of what differs, for messages."""
     shown = [f"{m.kind} '{m.name}' by {m.difference:.2g} of its scale (allowed {m.tolerance:.0e})" for m in wrong[:3]]
     return ", ".join(shown) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
 

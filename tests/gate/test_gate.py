@@ -14,12 +14,14 @@ from snnpart import ops
 from snnpart.costs import default_profile
 from snnpart.errors import VerifyError
 from snnpart.gate import check_program, check_trace
+from snnpart.gate.compare import TOLERANCES
 from snnpart.graph import SpikeGraph, output_node
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.decide import decide
 from snnpart.passes.lower import lower
 from snnpart.trace import trace
+from tests.zoo import ZOO
 from tests.zoo_models import Lif, Spike
 
 
@@ -214,3 +216,19 @@ def test_the_users_reset_is_used(x: Tensor) -> None:
     calls.clear()
     check_trace(net, graph, x, reset=reset)
     assert calls == [net]
+
+
+def test_float32_that_flips_spikes_is_decided_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = ZOO["unet"].build()
+    model, x = model.float(), x[0].float()
+    graph = traced(model, x)
+    PassManager((*REWRITE, *ANALYZE)).run(graph)
+    compiled = lower(graph, decide(graph, tp=2, pp=1, profile=default_profile()), profile=default_profile())
+    assert check_program(model, compiled, x).precision == "the network's own"
+    monkeypatch.setitem(TOLERANCES, torch.float32, 0.0)
+    report = check_program(model, compiled, x)
+    assert report.precision == "float64"
+    assert report.program is not None and report.program.gradient <= 1e-9
+    monkeypatch.setitem(TOLERANCES, torch.float64, 0.0)
+    with pytest.raises(VerifyError, match="the lowered program differs from the module"):
+        check_program(model, compiled, x)
