@@ -36,7 +36,8 @@ def test_slope_is_the_power(bench: ModuleType) -> None:
 
 
 def test_a_missed_limit_is_a_failed_row(bench: ModuleType) -> None:
-    table = {row["point"]: row for row in bench.rows(measured(bench, 1.4), quick=False)}
+    rows = [row for row in bench.rows(measured(bench, 1.4), quick=False) if row["metric"] != "processor seconds"]
+    table = {row["point"]: row for row in rows}
     assert tuple(table["sew_resnet34"]) == bench.COLUMNS
     assert table["slope_over_T"]["status"] == "failed" and table["slope_over_T"]["note"] == "limit 1.15"
     assert table["sew_resnet18"]["status"] == "ok"
@@ -45,7 +46,7 @@ def test_a_missed_limit_is_a_failed_row(bench: ModuleType) -> None:
 def test_the_plot_is_made_from_the_table(bench: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "compile_time.csv"
     bench.write(bench.rows(measured(bench, 1.0), quick=False), path)
-    assert "slope 1.00" in bench.plot(path).read_text() or bench.plot(path).stat().st_size > 5000
+    assert bench.plot(path) == path.with_suffix(".svg") and "<svg" in path.with_suffix(".svg").read_text()
 
 
 @pytest.mark.timeout(200)
