@@ -18,6 +18,7 @@ from snnpart.errors import PlanError
 from snnpart.facts import Value
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
+from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.dims import Dims, links
 from snnpart.passes.analyze.kinds import first_value
@@ -62,9 +63,19 @@ def _seeds(graph: SpikeGraph, steps: Mapping[fx.Node, int]) -> Axes:
             _check_not_batch(node, dim)
             _seed(axes, node, dim)
             _seed(axes, node.args[0], dim)
+        elif isinstance(node.target, Loop):
+            _seed_loop(axes, node, node.target)
         elif kinds.name_of(node) == "stack":
             _seed_stack(axes, node, steps)
     return axes
+
+
+def _seed_loop(axes: Axes, node: fx.Node, loop: Loop) -> None:
+    """Steps are dim 0 of what a loop takes apart and puts together."""
+    if loop.keep[:1] == ("all",):
+        _seed(axes, node, 0)
+    for sequence in node.args[0]:  # type: ignore[union-attr]
+        _seed(axes, sequence, 0)  # type: ignore[arg-type]
 
 
 def _seed(axes: Axes, node: fx.Node, dim: int | None) -> None:

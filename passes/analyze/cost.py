@@ -5,7 +5,7 @@ bytes that autograd keeps from forward for backward, each value counted where it
 runs its element-wise operations T times, one launch each; a view costs nothing. Backward of a product needs one
 product for each operand that requires grad; other operations need about what forward needs.
 
-Time is the profile's roofline: launches + max(flops / rate, bytes / copy rate).
+A loop costs its body T times. Time is the profile's roofline: launches + max(flops / rate, bytes / copy rate).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from snnpart.costs import MachineProfile, default_profile
 from snnpart.facts import Cost, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
+from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.kinds import first_value, name_of, value_of
 
@@ -51,8 +52,40 @@ class AnalyzeCost:
         for node in graph.graph.nodes:
             value = first_value(node)
             if node.op != "output" and value is not None:
-                work = _leaf_work(node, value, graph, weights) if node.op == "call_module" else _work(node, value)
-                facts.put(node, _cost(node, value, work, profile, kept))
+                count = _Counting(graph, weights, profile, kept)
+                facts.put(node, _loop_cost(node, node.target, count) if isinstance(node.target, Loop) else count(node))
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """Counts nodes one by one; `kept` are the values that earlier ones keep for backward."""
+
+    graph: SpikeGraph
+    weights: Counter[str]
+    profile: MachineProfile
+    kept: set[fx.Node]
+
+    def __call__(self, node: fx.Node) -> Cost:
+        value = first_value(node)
+        if value is None:
+            return Cost()
+        is_leaf = node.op == "call_module"
+        work = _leaf_work(node, value, self.graph, self.weights) if is_leaf else _work(node, value)
+        return _cost(node, value, work, self.profile, self.kept)
+
+
+def _loop_cost(node: fx.Node, loop: Loop, count: _Counting) -> Cost:
+    """An ordinary step's costs T times, and a copy of each result that is kept of all steps."""
+    inside = [count(inner) for inner in loop.body.nodes if inner.op != "output"]
+    total = {name: loop.steps * sum(getattr(cost, name) for cost in inside) for name in Cost.__dataclass_fields__}
+    copied, value = _bytes(node), first_value(node)
+    assert value is not None  # asked for nodes that make a tensor
+    copying = count.profile.kernel_us(0.0, 2 * copied, value.dtype)
+    total["read"] += copied
+    total["written"] += copied
+    total["forward_us"] += copying
+    total["backward_us"] += copying if value.requires_grad else 0.0
+    return Cost(**total)
 
 
 @dataclass(frozen=True, slots=True)

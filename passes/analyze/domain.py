@@ -18,7 +18,8 @@ from torch import fx
 from snnpart import facts
 from snnpart.facts import Domain, Value
 from snnpart.frameworks import adapter_for
-from snnpart.graph import SpikeGraph
+from snnpart.graph import SpikeGraph, output_node
+from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.kinds import argument, first_value, name_of
 
@@ -80,9 +81,36 @@ def _range(node: fx.Node, graph: SpikeGraph, ranges: dict[fx.Node, Range]) -> Ra
         return Range(known.low, known.high, known.kind != "real")
     if node.op not in ("call_function", "call_method"):
         return ANY
+    if isinstance(node.target, Loop):
+        return _hull(*_loop(node, graph, ranges))
+    if name_of(node) == "getitem" and isinstance(node.args[0], fx.Node) and isinstance(node.args[0].target, Loop):
+        return _loop(node.args[0], graph, ranges)[node.args[1]]  # type: ignore[index]
     rule = _RULES.get(name_of(node))
     operands = [_operand(arg, ranges) for arg in node.args]
     return ANY if rule is None or not operands else rule(node, operands)
+
+
+def _loop(node: fx.Node, graph: SpikeGraph, ranges: dict[fx.Node, Range]) -> list[Range]:
+    """The ranges of a loop's results, whatever it carries from step to step."""
+    assert isinstance(node.target, Loop)
+    given = [ranges.get(item, ANY) for part in node.args[:2] for item in part]  # type: ignore[union-attr, arg-type]
+    found = [_inside(inner, given, graph) for inner in node.target.graphs]
+    carried = len(node.args[2])  # type: ignore[arg-type]
+    return [_hull(*results) for results in list(zip(*found, strict=True))[carried:]]
+
+
+def _inside(inner: fx.Graph, given: list[Range], graph: SpikeGraph) -> list[Range]:
+    """The ranges of what one step returns."""
+    ranges: dict[fx.Node, Range] = {}
+    waiting = iter(given)
+    for node in inner.nodes:
+        value = first_value(node)
+        if node.op == "placeholder":
+            ranges[node] = next(waiting, ANY)
+        elif node.op != "output":
+            found = _range(node, graph, ranges)
+            ranges[node] = found if value is None else _of_dtype(found, value.dtype)
+    return [ranges[node] for node in output_node(inner).args[0]]  # type: ignore[union-attr]
 
 
 def _operand(arg: Any, ranges: dict[fx.Node, Range]) -> Range:

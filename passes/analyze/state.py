@@ -1,6 +1,7 @@
 """analyze-state: which calls belong to which neuron layer, in order.
 
-A layer keeps its state between its calls, so call k of a layer comes after call k-1 whatever the data flow says.
+A layer keeps its state between its calls, so call k of a layer comes after call k-1 whatever the data flow says. A loop
+that calls a layer at every step counts as one call.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx
 from snnpart import facts
 from snnpart.facts import State
 from snnpart.graph import SpikeGraph
+from snnpart.ops_time import leaf_paths
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class AnalyzeState:
     def run(self, graph: SpikeGraph) -> None:
         calls: defaultdict[str, list[fx.Node]] = defaultdict(list)
         for node in graph.graph.nodes:
-            if node.op == "call_module" and graph.leaves[str(node.target)].neuron:
-                calls[str(node.target)].append(node)
+            for path in leaf_paths(node):
+                if graph.leaves[path].neuron:
+                    calls[path].append(node)
         for module, nodes in calls.items():
             for call, node in enumerate(nodes):
                 facts.put(node, State(module, call, len(nodes)))

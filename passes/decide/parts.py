@@ -21,6 +21,7 @@ from snnpart import facts
 from snnpart.effects import is_random
 from snnpart.facts import Value
 from snnpart.graph import TRAINING, SpikeGraph
+from snnpart.ops_time import leaf_paths
 
 NOWHERE = -1
 """Position of a part that depends on no part with a key (random input noise): before all others."""
@@ -77,6 +78,7 @@ def everywhere(graph: fx.Graph) -> frozenset[fx.Node]:
             or (node.op == "get_attr" and not is_tensor_read(node))
             or node.op in ("call_function", "call_method")
             and not is_random(node)
+            and not leaf_paths(node)
             and found.issuperset(node.all_input_nodes)
         ):
             found.add(node)
@@ -102,11 +104,9 @@ def _join(nodes: list[fx.Node], tied: Mapping[str, str]) -> tuple[dict[fx.Node, 
     first: dict[str, fx.Node] = {}
     weights = _weight_only(nodes)
     for node in nodes:
-        if node.op == "call_module" or node in weights:
-            key = str(node.target) if node.op in ("call_module", "get_attr") else ""
-            if key:
-                keys[node] = [key]
-                joined.union(first.setdefault(tied.get(key, key), node), node)
+        for key in (str(node.target),) if is_tensor_read(node) else leaf_paths(node):
+            keys.setdefault(node, []).append(key)
+            joined.union(first.setdefault(tied.get(key, key), node), node)
         if node in weights:
             joined.union(node, *(user for user in node.users if user.op != "output"))
     return keys, {node: joined[node] for node in nodes}
@@ -116,7 +116,7 @@ def _weight_only(nodes: list[fx.Node]) -> set[fx.Node]:
     """Tensor reads and what is computed from them alone (a standardised weight, a decay from a time constant)."""
     found: set[fx.Node] = set()
     for node in nodes:
-        computed = node.op in ("call_function", "call_method") and not is_random(node)
+        computed = node.op in ("call_function", "call_method") and not is_random(node) and not leaf_paths(node)
         if is_tensor_read(node) or (computed and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found

@@ -19,6 +19,7 @@ from snnpart import facts
 from snnpart.errors import PlanError
 from snnpart.facts import Stage, Value
 from snnpart.graph import BATCH_SIZE, TRAINING, output_node
+from snnpart.ops_time import leaf_paths
 from snnpart.passes.decide.parts import everywhere, is_bundle
 from snnpart.program import Port
 
@@ -132,7 +133,7 @@ def _build(
         receives=_ports(received),
         sends=_ports(sent or ()),
         tensors=tuple(dict.fromkeys(str(n.target) for n in needed if n.op == "get_attr" and n.target != TRAINING)),
-        leaves=tuple(dict.fromkeys(str(n.target) for n in needed if n.op == "call_module")),
+        leaves=tuple(dict.fromkeys(path for n in needed for path in leaf_paths(n))),
     )
 
 

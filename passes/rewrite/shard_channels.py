@@ -28,6 +28,7 @@ from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
+from snnpart.ops_time import leaf_paths
 from snnpart.passes.rewrite.local_sizes import local_arguments
 
 R = Replicated()
@@ -87,8 +88,8 @@ def local_tensors(graph: SpikeGraph) -> dict[str, LocalTensor]:
             continue
         if node.op == "get_attr":
             found[str(node.target)] = LocalTensor(placement.output)
-        elif node.op == "call_module":
-            found.update(_leaf_tensors(graph, str(node.target), placement.output))
+        for path in leaf_paths(node):
+            found.update(_leaf_tensors(graph, path, placement.output))
     return found
 
 
@@ -257,6 +258,8 @@ def local_value(value: Value, spread: Spread, rank: int) -> Value:
 def _local_items(items: Any, spread: Spread, rank: int) -> Any:
     if isinstance(items, Value):
         return local_value(items, spread, rank)
+    if isinstance(items, Values):
+        return Values(_local_items(items.items, spread, rank))
     if isinstance(items, tuple) and hasattr(items, "_fields"):
         return type(items)(*(_local_items(item, spread, rank) for item in items))
     if isinstance(items, (tuple, list)):

@@ -1,0 +1,119 @@
+"""The row of a time loop: what stays inside one channel at every step can be shared by channels as a whole.
+
+The rows of the operations inside are found as in a graph of their own, from how the loop's inputs lie. Collectives
+cannot stand inside a loop, so every operation there must take its inputs as they lie. Carried values are taken to lie
+like an input of the same form (a membrane like the current that it sums), and must lie so after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from torch import fx
+
+from snnpart import facts
+from snnpart.facts import Placement, Sharded, Spread, Value
+from snnpart.graph import output_node
+from snnpart.ops_time import Loop
+from snnpart.passes.analyze.kinds import first_value
+from snnpart.passes.decide.rules import Ask, Declined, R, Row, Rule, checked, is_tensor
+from snnpart.passes.rewrite.local_sizes import local_arguments
+
+Lane = Sharded | None
+
+
+def loop_rule(follow: Rule) -> Rule:
+    """The rule for loops, given that for the operations inside (`table.follow`)."""
+
+    def rule(node: fx.Node, ask: Ask) -> Row:
+        return _Inside(node, ask, follow).row()
+
+    return rule
+
+
+class _Inside:
+    def __init__(self, node: fx.Node, ask: Ask, follow: Rule) -> None:
+        assert isinstance(node.target, Loop)
+        self.node, self.loop, self.ask, self.follow = node, node.target, ask, follow
+        self.sequences, self.fixed, self.carried = (tuple(part) for part in node.args)  # type: ignore[union-attr, arg-type]
+
+    def row(self) -> Row:
+        lanes = [_step_lane(self.ask.lane(x)) for x in self.sequences] + [self.ask.lane(x) for x in self.fixed]
+        inputs = [node for node in self.loop.body.nodes if node.op == "placeholder"]
+        known = [(node, lane) for node, lane in zip(inputs, lanes) if lane is not None]
+        carried = [_like(node, known) for node in inputs[len(lanes) :]]
+        results = [self._walk(graph, [*lanes, *carried]) for graph in self.loop.graphs]
+        if any(result[: len(carried)] != carried for result in results):
+            raise Declined("what it carries from step to step lies otherwise after a step")
+        return self._row(results[0][len(carried) :], results[-1][len(carried) :], carried)
+
+    def _row(self, results: list[Lane], first: list[Lane], carried: list[Lane]) -> Row:
+        if results != first:
+            raise Declined("its results lie otherwise at the first step")
+        outputs = {
+            lane if keep == "last" or lane is None else Sharded(lane.dim + 1, lane.pieces)
+            for lane, keep in zip(results, self.loop.keep, strict=True)
+        }
+        output = outputs.pop() if len(outputs) == 1 else None
+        if output is None:
+            raise Declined("its results do not lie alike")
+        begins = dict(zip(self.carried, carried, strict=True))
+        inputs = tuple(self._spread(source, begins.get(source)) for source in self.node.all_input_nodes)
+        partial = tuple(i for i, n in enumerate(self.node.all_input_nodes) if inputs[i] == R and _learns(n))
+        return Row("shard", output, inputs, partial)
+
+    def _spread(self, source: fx.Node, begins: Lane) -> Spread:
+        """A first value of full size is cut as the values after it; an empty one or a number stays whole."""
+        value = facts.get(source, Value)
+        if begins is None or value is None:
+            return self.ask.lane(source) or R
+        size = max(stop for own in begins.pieces for _, stop in own)
+        fits = len(value.shape) > begins.dim and value.shape[begins.dim] == size
+        return begins if fits else R
+
+    def _walk(self, graph: fx.Graph, given: list[Lane]) -> list[Lane]:
+        """The lanes of what the graph returns."""
+        lanes: dict[fx.Node, Lane] = {}
+        inside = Ask(self.ask.graph, self.ask.tp, lanes)
+        waiting = iter(given)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                lanes[node] = next(waiting)
+            elif node.op != "output" and any(lanes.get(n) is not None for n in node.all_input_nodes):
+                lanes[node] = self._lane(node, inside)
+        return [lanes.get(n) if isinstance(n, fx.Node) else None for n in output_node(graph).args[0]]  # type: ignore[union-attr]
+
+    def _lane(self, node: fx.Node, inside: Ask) -> Lane:
+        found = checked(node, self.follow(node, inside))
+        for source, wanted in zip(node.all_input_nodes, found.inputs, strict=True):
+            if wanted != (inside.lane(source) or R):
+                raise Declined(f"{node.name} inside it needs an operand otherwise than it lies")
+        if isinstance(found.output, Sharded):
+            placement = Placement(found.rule, found.output, found.inputs)
+            if local_arguments(node, placement, 0) != (node.args, dict(node.kwargs)):
+                raise Declined(f"{node.name} inside it has a number of channels among its arguments")
+            return found.output
+        return None
+
+
+def _like(node: fx.Node, known: list[tuple[fx.Node, Sharded]]) -> Lane:
+    """The lane of an input with as many dims as the carried value, and as many channels."""
+    value = first_value(node)
+    for other, lane in known:
+        form = first_value(other)
+        if value is not None and form is not None and len(form.shape) == len(value.shape):
+            if form.shape[lane.dim] == value.shape[lane.dim]:
+                return lane
+    return None
+
+
+def _step_lane(lane: Lane) -> Lane:
+    if lane is not None and lane.dim == 0:
+        raise Declined("its steps are sharded")
+    return None if lane is None else Sharded(lane.dim - 1, lane.pieces)
+
+
+def _learns(node: fx.Node) -> bool:
+    value = facts.get(node, Value)
+    return is_tensor(node) and value is not None and value.requires_grad
+
+
