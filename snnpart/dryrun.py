@@ -302,9 +302,16 @@ def _fake_collective(node: fx.Node, x: Tensor, dim: int, pieces: Any) -> Tensor:
 def _stated(node: fx.Node) -> Any:
     """The node's result as its facts state it."""
     value, values = facts.get(node, Value), facts.get(node, Values)
-    stated = value if value is not None else values.items if values is not None else None
-    is_value = lambda item: isinstance(item, Value)  # noqa: E731
-    return pytree.tree_map(lambda item: _empty(item) if is_value(item) else item, stated, is_leaf=is_value)
+    return _made_of(value if value is not None else values)
+
+
+def _made_of(stated: Any) -> Any:
+    """What a fact states, nested results (an LSTM's) in tuples, with tensors for its `Value`s."""
+    if isinstance(stated, Value):
+        return _empty(stated)
+    items = stated.items if isinstance(stated, Values) else stated
+    is_fact = lambda item: item is not items and isinstance(item, (Value, Values))  # noqa: E731
+    return pytree.tree_map(lambda item: _made_of(item) if is_fact(item) else item, items, is_leaf=is_fact)
 
 
 def _empty(item: Any) -> Tensor:

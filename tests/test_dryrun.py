@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from snnpart import facts, ops, simulate
 from snnpart.errors import PlanError, VerifyError
 from snnpart.facts import Value
 from snnpart.plan import Plan
 from snnpart.program import Action, CompiledProgram, StageProgram
-from tests.lowering import compiled, make
+from tests.lowering import assert_parity, compiled, fire, make
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +132,19 @@ def test_a_schedule_that_forgets(program: CompiledProgram) -> None:
     short = {stage: tuple(a for a in actions if a != Action(0, "B", 1)) for stage, actions in program.schedule.items()}
     with pytest.raises(PlanError, match=r"stage 0: the schedule is not complete: 0B1 is missing"):
         simulate.dry_run(replace(program, schedule=short))
+
+
+def test_nested_results_of_a_layer() -> None:
+    """An LSTM gives (outputs, (h, c))."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out, (_, cell) = self.lstm(x)
+            return self.head(fire(out[:, -1] + cell[0]))
+
+    module, inputs = Recurrent().double(), (torch.randn(4, 5, 3, dtype=torch.float64),)
+    assert_parity(module, inputs, compiled(module, inputs, tp=2, pp=2))
