@@ -14,7 +14,7 @@ from snnpart.facts import Stage
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.parts import find_parts
 from snnpart.passes.decide.placement import DecidePlacement, Objective, shards_by_path
-from snnpart.passes.decide.stages import DecideStages
+from snnpart.passes.decide.stages import DecideStages, lookup
 from snnpart.plan import Plan
 
 
@@ -47,13 +47,13 @@ def decide(
         schedule=schedule,
         microbatches=microbatches,
         shards=shards_by_path(work),
-        stages=_stages_by_path(work),
+        stages=_stages_by_path(work, pinned.stages if pinned else {}),
     )
 
 
-def _stages_by_path(graph: SpikeGraph) -> dict[str, int]:
+def _stages_by_path(graph: SpikeGraph, pinned: Mapping[str, int]) -> dict[str, int]:
     """Stages under module paths, as `Plan.stages` describes; by tensor name where a module's tensors lie apart."""
-    owners = _owners(graph)
+    owners = _owners(graph, pinned)
     stages: dict[str, int] = {}
     for owner, names in owners.items():
         at = {names[name] for name in names}
@@ -64,8 +64,11 @@ def _stages_by_path(graph: SpikeGraph) -> dict[str, int]:
     return dict(sorted(stages.items()))
 
 
-def _owners(graph: SpikeGraph) -> Mapping[str, dict[str, int]]:
-    """For each module path its own tensors and leaf with their stages; unused tensors follow the path above them."""
+def _owners(graph: SpikeGraph, pinned: Mapping[str, int]) -> Mapping[str, dict[str, int]]:
+    """For each module path its own tensors and leaf with their stages.
+
+    Unused tensors stay where they are pinned (another mode of the network may use them), or follow the path above them.
+    """
     stage_of: dict[str, int] = {}
     for part in find_parts(graph).keyed:
         stage_of.update(dict.fromkeys(part.keys, facts.need(part.nodes[0], Stage).index))
@@ -74,8 +77,11 @@ def _owners(graph: SpikeGraph) -> Mapping[str, dict[str, int]]:
         owners[key if key in graph.leaves else key.rpartition(".")[0]][key] = stage
     for name, info in graph.tensors.items():
         owner = name.rpartition(".")[0]
-        if name not in stage_of and info.leaf is None and owner not in owners:
-            owners[owner][name] = _nearest(stage_of, owner)
+        if name in stage_of or info.leaf is not None:
+            continue
+        pin = lookup(pinned, name)
+        if pin is not None or owner not in owners:
+            owners[owner][name] = _nearest(stage_of, owner) if pin is None else pin
     return owners
 
 

@@ -153,3 +153,25 @@ def test_a_plan_without_a_module_is_refused() -> None:
 def test_lookup_takes_the_longest_path() -> None:
     pinned = {"a": 0, "a.b": 1}
     assert [lookup(pinned, name) for name in ("a.b.weight", "a.c", "ab", "")] == [1, 0, None, None]
+
+
+def test_tensors_that_one_mode_does_not_use_stay_where_the_other_mode_has_them() -> None:
+    class Counting(nn.Module):
+        """Counts its training batches in a buffer of its own, after its last layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+            self.register_buffer("seen", torch.zeros(6, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = fire(self.b(fire(self.a(x))))
+            if self.training:
+                self.seen += out.detach().sum(0)
+            return out
+
+    module, inputs = Counting().double(), (torch.randn(4, 4, dtype=torch.float64),)
+    trained = compiled(module, inputs, pp=2)
+    evaluated = compiled(module, inputs, pp=2, pinned=trained.plan, training=False)
+    assert evaluated.plan.stages == trained.plan.stages and trained.plan.stages["seen"] == 1
+    assert [t.name for t in evaluated.stage(1, 0).tensors] == [t.name for t in trained.stage(1, 0).tensors]
