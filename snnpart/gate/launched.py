@@ -8,8 +8,9 @@ draws none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,21 @@ from snnpart.gate.observe import Observed, cotangent
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
 
-if TYPE_CHECKING:
-    from snnpart.runtime.running import RunningProgram
+
+class Running(Protocol):
+    """What the comparison needs of a launched program; `RunningProgram` is one."""
+
+    @property
+    def compiled(self) -> CompiledProgram: ...
+    @property
+    def ranks(self) -> Any: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor]) -> Tensor: ...
+    def gradients(self) -> dict[str, Tensor]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def notice(self, text: str) -> None: ...
+    def preserved(self) -> AbstractContextManager[None]: ...
+
 
 SAMPLES = 2
 """Samples a microbatch: BatchNorm in training mode needs more than one."""
@@ -33,7 +47,7 @@ NOISE = 10.0
 """A difference within this many times what rounding of the inputs alone does to the network is rounding."""
 
 
-def check_running(running: RunningProgram, inputs: Any) -> None:
+def check_running(running: Running, inputs: Any) -> None:
     """Compare one step of the launched program with its simulation, on the first samples of rank 0's `inputs`.
 
     Collective: every rank calls it. Buffers, gradients and mode are as before afterwards. Rank 0 simulates.
@@ -54,7 +68,7 @@ def check_running(running: RunningProgram, inputs: Any) -> None:
 
 
 def _problem(
-    running: RunningProgram, inputs: Any, values: Mapping[str, Tensor], training: bool, got: Observed
+    running: Running, inputs: Any, values: Mapping[str, Tensor], training: bool, got: Observed
 ) -> VerifyError | None:
     compiled = running.compiled
     want = _observe_simulation(compiled, inputs, values, training)
@@ -89,7 +103,7 @@ def _first(x: Tensor, dim: int | None, count: int) -> Tensor:
     return x.clone() if dim is None else x.narrow(dim, 0, count).clone()
 
 
-def _observe_running(running: RunningProgram, inputs: Any, training: bool) -> Observed:
+def _observe_running(running: Running, inputs: Any, training: bool) -> Observed:
     targets = torch.zeros(_sizes(running.compiled, inputs)[0])
     with running.preserved():
         running.train(training)
