@@ -28,6 +28,7 @@ from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.decide import decide
 from snnpart.passes.lower import lower
+from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.trace import trace
@@ -54,6 +55,7 @@ class Options:
     microbatches: int | None = None
     schedule: str = "1f1b"
     verify: Verify = "full"
+    hoist: bool = True
     reset: Callable[[nn.Module], None] | None = None
     profile: MachineProfile | None = None
 
@@ -83,6 +85,7 @@ def parallelize(
     schedule: str = "1f1b",
     plan: Plan | str | os.PathLike[str] | None = None,
     verify: Verify = "full",
+    hoist: bool = True,
     memory: Any = None,
     reset: Callable[[nn.Module], None] | None = None,
     profile: MachineProfile | None = None,
@@ -105,6 +108,7 @@ def parallelize(
         schedule: "1f1b" or "gpipe".
         plan: decisions to keep, as a `Plan` or the path of its JSON; what it does not say is decided.
         verify: "off", "trace" (compare the traced graph with the model), or "full" (the lowered program too).
+        hoist: compute what is repeated over time (a static image through the stem) once.
         memory: not available yet.
         reset: resets the model's state, where snnpart cannot find out how.
         profile: the machine to predict times for; default `costs.default_profile()`.
@@ -138,6 +142,7 @@ def parallelize(
         microbatches=microbatches,
         schedule=schedule,
         verify=verify,
+        hoist=hoist,
         reset=reset,
         profile=profile,
     )
@@ -269,7 +274,8 @@ def compile_program(
     profile = options.profile or default_profile()
     graph = trace_model(model, inputs, options, model.training if training is None else training)
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
-    records = PassManager((*REWRITE, *ANALYZE)).run(graph)
+    rewrites = [item for item in REWRITE if options.hoist or not isinstance(item, HoistInvariant)]
+    records = PassManager((*rewrites, *ANALYZE)).run(graph)
     decided = decide(
         graph,
         tp=options.tp,
