@@ -39,8 +39,8 @@ _NAMES: dict[Kind, str] = {
     "linear": "linear",
     "matmul": "matmul bmm mm scaled_dot_product_attention",
     "norm": (
-        "batch_norm batch_norm_copies layer_norm group_norm instance_norm rms_norm softmax log_softmax normalize "
-        "local_response_norm"
+        "batch_norm batch_norm_copies batch_norm_steps batch_norm_repeated layer_norm group_norm instance_norm "
+        "rms_norm softmax log_softmax normalize local_response_norm"
     ),
     "pool": (
         "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "

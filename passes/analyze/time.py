@@ -12,10 +12,9 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from snnpart import effects, facts
+from snnpart import effects, facts, ops_time
 from snnpart.facts import TimeRole, Value
 from snnpart.graph import SpikeGraph
-from snnpart.ops_time import Loop
 from snnpart.passes.analyze import axes, kinds, loops
 from snnpart.passes.analyze.axes import Axes
 from snnpart.passes.analyze.loops import Loop
@@ -74,7 +73,9 @@ def _carries(node: fx.Node, loop: Loop) -> bool:
 def _varies(node: fx.Node, found: Axes, varies: set[fx.Node]) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return node in found
-    if node.op == "call_module" or isinstance(node.target, Loop) or (effects.is_random(node) and not _switched_off(node)):
+    if node.op == "call_module" or isinstance(node.target, ops_time.Loop):
+        return True
+    if effects.is_random(node) and not _switched_off(node):
         return True
     sources = set(kinds.tensor_inputs(node))
     if kinds.name_of(node) == "stack" and node in found and found[node].dim == kinds.argument(node, 1, "dim", 0):

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import fx
 
 from snnpart import ops
+from snnpart.ops_time import TIME_OPS, Loop
 from snnpart.passes.decide import rules_local, rules_matrix, rules_shape
 from snnpart.passes.decide.parts import is_bundle
 from snnpart.passes.decide.rules import Ask, Declined, Row, Rule, checked
+from snnpart.passes.decide.rules_loop import loop_rule
 
 _REDUCTIONS = [
     "sum",
@@ -42,7 +44,7 @@ def _function_rules() -> dict[Any, Rule]:
     table.update(dict.fromkeys(rules_matrix.MATRICES, rules_matrix.grouped))
     table.update(dict.fromkeys(rules_local.functions(_REDUCTIONS), rules_shape.reduce))
     table.update({F.interpolate: rules_local.resize, F.pad: rules_local.pad})
-    table.update(dict.fromkeys((ops.batch_norm, ops.batch_norm_copies), rules_local.batch_norm))
+    table.update(dict.fromkeys((ops.batch_norm, ops.batch_norm_copies, *TIME_OPS), rules_local.batch_norm))
     table[ops.index_assign] = rules_shape.index_assign
     table.update(dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten), rules_shape.reshape))
     table.update(
@@ -86,6 +88,8 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     if isinstance(node.target, ops.Surrogate):
         return rules_local.surrogate
+    if isinstance(node.target, Loop):
+        return loop_rule(follow)
     if is_bundle(node):
         return rules_shape.bundle
     return FUNCTIONS.get(node.target)

@@ -183,8 +183,9 @@ class _Build:
         graph.output(tuple(fill(graph, inputs)))
         return graph
 
-    def _carried_value(self, source: Column | fx.Node) -> Value | None:
-        return facts.get(source.model if isinstance(source, Column) else source, Value)
+    def _carried_value(self, source: Column | fx.Node) -> Value | Values | None:
+        node = source.model if isinstance(source, Column) else source
+        return facts.get(node, Value) or facts.get(node, Values)
 
     def _body(self, graph: fx.Graph, inputs: dict[Any, fx.Node]) -> list[fx.Node]:
         made: dict[Column, fx.Node] = {}
