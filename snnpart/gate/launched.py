@@ -110,7 +110,7 @@ def _observe_running(running: Running, inputs: Any, training: bool) -> Observed:
         loss = running.train_step(inputs, targets, lambda outputs, _: _loss(pytree.tree_leaves(outputs)))
         gradients = {name: grad.cpu() for name, grad in running.gradients().items()}
         buffers = {name: value for name, value in running.state_dict().items() if name in _buffers(running.compiled)}
-    return Observed(outputs=[loss.cpu()], gradients=dict(gradients), buffers=buffers)
+    return Observed(outputs=[loss.cpu()], gradients={**gradients}, buffers=buffers)
 
 
 def _observe_simulation(
