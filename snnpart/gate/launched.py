@@ -108,9 +108,9 @@ def _observe_running(running: Running, inputs: Any, training: bool) -> Observed:
     with running.preserved():
         running.train(training)
         loss = running.train_step(inputs, targets, lambda outputs, _: _loss(pytree.tree_leaves(outputs)))
-        gradients = {name: grad.cpu() for name, grad in running.gradients().items()}
+        gradients: dict[str, Tensor | None] = {name: grad.cpu() for name, grad in running.gradients().items()}
         buffers = {name: value for name, value in running.state_dict().items() if name in _buffers(running.compiled)}
-    return Observed(outputs=[loss.cpu()], gradients={**gradients}, buffers=buffers)
+    return Observed(outputs=[loss.cpu()], gradients=gradients, buffers=buffers)
 
 
 def _observe_simulation(
