@@ -127,7 +127,7 @@ def _observe_simulation(
         loss = torch.stack([_loss(part) * (size / batch) for part, size in zip(cut, sizes, strict=True)]).sum()
         if loss.requires_grad:
             loss.backward()
-    gradients = {name: grad for name, grad in run.gradients().items() if grad is not None}
+    gradients: dict[str, Tensor | None] = {n: grad for n, grad in run.gradients().items() if grad is not None}
     buffers = {name: value for name, value in run.buffers().items() if name in _buffers(compiled)}
     return Observed(outputs=[loss.detach().double()], gradients=gradients, buffers=buffers)
 
