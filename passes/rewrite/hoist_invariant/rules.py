@@ -20,7 +20,7 @@ from snnpart.passes.analyze import dims, kinds
 from snnpart.passes.rewrite.hoist_invariant.copies import Copies, Emit
 
 Known = Mapping[fx.Node, Copies]
-_PER_CHANNEL = frozenset({"prelu", "feature_dropout"})
+_PER_CHANNEL = frozenset({"prelu"})
 """Operations of kind element-wise that tell dim 1 from the others."""
 
 
@@ -34,7 +34,7 @@ def follow(node: fx.Node, known: Known) -> Copies | None:
 
 def _elementwise(node: fx.Node, known: Known, emit: Emit) -> Copies | None:
     """Operands that are copies have them in the same place; the others are broadcast over it."""
-    if _draws(node) or effects.is_in_place(node) or kinds.name_of(node) in _PER_CHANNEL:
+    if effects.is_random(node) or effects.is_in_place(node) or kinds.name_of(node) in _PER_CHANNEL:
         return None
     operands = kinds.tensor_inputs(node)
     mine = [(_from_right(operand, known[operand].dim), known[operand]) for operand in operands if operand in known]
@@ -49,11 +49,6 @@ def _elementwise(node: fx.Node, known: Known, emit: Emit) -> Copies | None:
         bases[operand] = base
     dim = len(facts.need(node, Value).shape) - right
     return emit.once(replace(like, dim=dim), *_with(node, bases))
-
-
-def _draws(node: fx.Node) -> bool:
-    """A draw differs from copy to copy; a dropout of nothing draws none."""
-    return effects.is_random(node) and not ("dropout" in kinds.name_of(node) and kinds.argument(node, 1, "p") == 0)
 
 
 def _from_right(node: fx.Node, dim: int) -> int:
@@ -210,7 +205,7 @@ def _join(node: fx.Node, known: Known, emit: Emit) -> Copies | None:
     items = node.args[0]
     if not isinstance(items, (tuple, list)) or not all(item in known for item in items):
         return None
-    held = [known[item] for item in items]
+    held = [known[item] for item in items]  # type: ignore[index]
     if len({(copies.dim, copies.steps, copies.place) for copies in held}) > 1:
         return None
     like, dim = held[0], kinds.argument(node, 1, "dim", 0) % _rank(node)
