@@ -140,12 +140,13 @@ class _Match:
     def run(self) -> dict[fx.Node, str]:
         """Fill the columns; returns those to dissolve (by their model) with the reason."""
         for step in (t for t in range(self.steps.count) if t != MODEL):
-            for node in self.by_step[step]:
-                self._sort_in(node, step)
+            waiting = [node for node in self.by_step[step] if not self._sort_in(node, step, exactly=True)]
+            for node in waiting:
+                self._sort_in(node, step, exactly=False)
         self._name_carried()
         failed: dict[fx.Node, str] = {}
         for column in self.columns:
-            why = self._incomplete(column) or self._carries_badly(column)
+            why = self._carries_badly(column) or self._incomplete(column)
             if why:
                 failed[column.model] = why
         return failed
@@ -154,20 +155,18 @@ class _Match:
         column.nodes[step] = node
         self.of[node] = (column, step)
 
-    def _sort_in(self, node: fx.Node, step: int) -> None:
-        best: tuple[Column, dict[Column, fx.Node]] | None = None
+    def _sort_in(self, node: fx.Node, step: int, *, exactly: bool) -> bool:
+        """Enter the node into the first column that it fits; not `exactly`: with other values in the place of nodes."""
         for column in self.waiting.get(_key(node), ()):
-            if column.nodes[step] is not None:
+            if column.at(step) is not None:
                 continue
             needs = self._fits(column, node, step)
-            if needs is not None and (best is None or len(needs) < len(best[1])):
-                best = (column, needs)
-                if not needs:
-                    break
-        if best is not None:
-            self._enter(node, best[0], step)
-            for column, value in best[1].items():
-                column.first = value
+            if needs is not None and not (needs and exactly):
+                self._enter(node, column, step)
+                for source, value in needs.items():
+                    source.first = value
+                return True
+        return False
 
     def _fits(self, column: Column, node: fx.Node, step: int) -> dict[Column, fx.Node] | None:
         """None: it does not fit. Else the columns that need this value in the place of a node at step 0."""
@@ -225,15 +224,16 @@ class _Match:
 
     def _carries_badly(self, column: Column) -> str:
         """Why the carried operands are not one column's values, each from the step before; empty when they are."""
-        for step in range(MODEL, self.steps.count):
-            node = column.nodes[step]
-            if node is None:
-                continue
-            values = dict(slots(node))
-            for path, a in slots(column.model):
-                if isinstance(a, fx.Node) and self.steps.of.get(a) == MODEL - 1:
+        for step, node in enumerate(column.nodes):
+            values = dict(slots(node)) if node is not None else {}
+            for path, a in slots(column.model) if node is not None else ():
+                if not isinstance(a, fx.Node):
+                    continue
+                if step and self.steps.of.get(a) == MODEL - 1:
                     if not self._comes_from(column.carried.get(path, a), values[path], step):
                         return f"its operand %{values[path]} is not what the step before made"
+                elif a in self.of and self.of[a][1] == MODEL and self.of[a][0].at(step) is not values[path]:
+                    return f"its operand %{values[path]} is another than at other steps"
         return ""
 
     def _comes_from(self, source: Column | fx.Node, value: Any, step: int) -> bool:
@@ -247,6 +247,10 @@ class _Match:
         last = self.steps.count - 1
         missing = [t for t, node in enumerate(column.nodes) if node is None]
         middle = [t for t in missing if t not in (0, last)]
+        if column.at(0) is None:
+            return "it has no value at step 0"
+        if last in missing and any(self.steps.of.get(n) == MODEL and n not in self.of for n in column.model.all_input_nodes):
+            return "an operand is not the same operation at every step"
         if middle or (missing and _must_run(column.model)):
             return f"it does not run alike at step {(middle or missing)[0]}"
         for path, a in slots(column.model):

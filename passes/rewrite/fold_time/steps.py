@@ -1,18 +1,20 @@
 """At which step of the time loop every node runs.
 
-`loops.find` gives the steps of what follows from repeated layers. Here the nodes before them are added: what only one
-step reads (`x[:, t]`, the first state) belongs to that step.
+A layer that is called T times is called at steps 0, 1, ... What follows from its results belongs to the latest step among
+its operands, and what only one step reads (`x[:, t]`, the first state) to that step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from snnpart import ops
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
-from snnpart.passes.analyze import loops
+from snnpart.passes.analyze import kinds, loops
 
 _COMPUTES = ("call_function", "call_method", "call_module")
 
@@ -34,19 +36,36 @@ class Steps:
 
 def find(graph: SpikeGraph) -> Steps | None:
     """The steps of the graph's time loop; None when there is no loop of two steps or more."""
-    if _takes_all_steps(graph):
+    groups = [] if _takes_all_steps(graph) else loops.find(graph).groups
+    if not groups:
         return None
-    of = {node: step for node, step in loops.find(graph).steps.items() if node.op in _COMPUTES}
-    if not of:
-        return None
+    count = graph.time_steps or min(len(nodes) for nodes in groups)
+    seeds = {node: place * count // len(nodes) for nodes in groups for place, node in enumerate(nodes)}
+    of = _forward(graph, seeds)
+    _backward(graph, of)
+    return Steps(count, {node: of[node] for node in graph.graph.nodes if node in of})
+
+
+def _forward(graph: SpikeGraph, seeds: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The latest step among a node's operands, for those that do not gather all steps."""
+    of: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        made = [of[source] for source in node.all_input_nodes if source in of]
+        gathers = len(set(made)) > 1 and (kinds.kind_of(node) == "join" or node.target is ops.index_assign)
+        if node in seeds:
+            of[node] = seeds[node]
+        elif made and not gathers and node.op in _COMPUTES:
+            of[node] = max(made)
+    return of
+
+
+def _backward(graph: SpikeGraph, of: dict[fx.Node, int]) -> None:
     for node in reversed(graph.graph.nodes):
         if node not in of and node.op in _COMPUTES and node.users:
             steps = {of.get(user) for user in node.users}
             step = steps.pop()
             if step is not None and not steps:
                 of[node] = step
-    count = max(of.values()) + 1
-    return Steps(count, {node: of[node] for node in graph.graph.nodes if node in of}) if count > 1 else None
 
 
 def _takes_all_steps(graph: SpikeGraph) -> bool:
