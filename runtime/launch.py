@@ -78,6 +78,9 @@ def launch(
 def _device(compiled: CompiledProgram, asked: torch.device | str | None) -> torch.device:
     """The device asked for, else the kind of device the network is on."""
     if asked is not None:
-        return torch.device(asked)
+        try:
+            return torch.device(asked)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device={asked!r} is not a device", choices=("cpu", "cuda", "cuda:0")) from error
     kinds = {info.tensor.device.type for info in compiled.source.tensors.values()}
     return torch.device("cuda" if "cuda" in kinds else "cpu")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from snnpart import gate as gates
 from snnpart import simulate
 from snnpart.costs import MachineProfile, default_profile
-from snnpart.errors import ConfigError, LaunchError
+from snnpart.errors import ConfigError, LaunchError, PlanError
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims, tensor_leaves
 from snnpart.mesh import Mesh
@@ -106,7 +106,8 @@ def parallelize(
             takes step t of inputs that have a time dim, and stacks the outputs over T at dim 0.
         microbatches: parts of a batch that are in the pipeline at once; default pp.
         schedule: "1f1b" or "gpipe".
-        plan: decisions to keep, as a `Plan` or the path of its JSON; what it does not say is decided.
+        plan: decisions to keep, as a `Plan` or the path of its JSON. Its topology and schedule count; modules that it
+            does not name are decided.
         verify: "off", "trace" (compare the traced graph with the model), or "full" (the lowered program too).
         hoist: compute what is repeated over time (a static image through the stem) once.
         memory: not available yet.
@@ -129,6 +130,7 @@ def parallelize(
         raise ConfigError("memory= is not available yet: no pass places checkpoints", fix="leave memory out")
     fixed = read_plan(plan)
     if fixed is not None:
+        _check_agrees(fixed, tp=tp, pp=pp, dp=dp, schedule=schedule, microbatches=microbatches)
         tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule
         microbatches = fixed.microbatches
     options = Options(
@@ -150,6 +152,27 @@ def parallelize(
     if example_inputs is not None:
         program.compile(example_inputs)
     return program
+
+
+def _check_agrees(plan: Plan, **given: Any) -> None:
+    """ConfigError when an argument that is not left at its default asks for something else than the plan."""
+    defaults = {"tp": 1, "pp": 1, "dp": "ddp", "schedule": "1f1b", "microbatches": None}
+    for name, value in given.items():
+        if value not in (defaults[name], getattr(plan, name)):
+            raise ConfigError(
+                f"{name}={value!r}, but the plan says {getattr(plan, name)!r}",
+                fix=f"leave {name} out, or edit the plan",
+            )
+
+
+def _check_paths(plan: Plan, model: nn.Module, graph: SpikeGraph) -> None:
+    """PlanError when a pinned stage belongs to nothing: a misspelt path would have no effect."""
+    known = [path for path, _ in model.named_modules(remove_duplicate=False)] + list(graph.tensors)
+    odd = [path for path in plan.stages if not any(name == path or name.startswith(f"{path}.") for name in known)]
+    if odd:
+        raise PlanError(
+            f"plan.stages names {odd[:5]}, which the network does not have", fix="use the path of a module or tensor"
+        )
 
 
 def read_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -177,6 +200,8 @@ class ParallelProgram:
         """Compile for `inputs` (as `example_inputs`); the first compilation fixes the plan."""
         compiled, report = compile_program(self.model, inputs, self.options, self._plan)
         if self._compiled is None:
+            if self._plan is not None:
+                _check_paths(self._plan, self.model, compiled.source)
             self._compiled, self._gate, self._plan, self._example = compiled, report, compiled.plan, inputs
         return compiled
 

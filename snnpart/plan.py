@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -40,6 +41,11 @@ class Plan:
             raise ConfigError(f"schedule={self.schedule!r} is not known", choices=SCHEDULES)
         if self.dp not in DATA_PARALLEL:
             raise ConfigError(f"dp={self.dp!r} is not known", choices=DATA_PARALLEL)
+        for name in ("tp", "pp", "microbatches"):
+            if not _is_count(getattr(self, name)) or getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
+        _check_table("shards", self.shards, lambda rule: isinstance(rule, str), "the rule of a module path, as text")
+        _check_table("stages", self.stages, _is_count, "the stage of a module path, as an integer")
         bad = {path: stage for path, stage in self.stages.items() if not 0 <= stage < self.pp}
         if bad:
             raise PlanError(f"stages {bad} are outside 0..{self.pp - 1}", fix="renumber them, or change pp")
@@ -56,9 +62,13 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan; ConfigError names a field that is unknown or missing."""
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"the plan is not JSON: {error}", fix="save it with Plan.to_json()") from error
+        if not isinstance(data, dict):
+            raise ConfigError(
+                f"the plan is a JSON {type(data).__name__}, not an object", fix="save it with Plan.to_json()"
+            )
         version = data.pop("version", None)
         if version != VERSION:
             raise ConfigError(f"plan version {version!r} is not {VERSION}", fix="make the plan again with this snnpart")
@@ -66,3 +76,15 @@ class Plan:
         if unknown:
             raise ConfigError(f"the plan has unknown fields {unknown}", choices=sorted(cls.__dataclass_fields__))
         return cls(**data)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_table(name: str, table: Any, fits: Callable[[Any], bool], wanted: str) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} is a {type(table).__name__}, not an object", fix=f"give {wanted}")
+    bad = {path: value for path, value in table.items() if not isinstance(path, str) or not fits(value)}
+    if bad:
+        raise ConfigError(f"{name} holds {bad}", fix=f"give {wanted}")

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from snnpart.errors import ConfigError
+from snnpart.runtime.launch import launch
 from tests.distributed.cases import Aux, det, fill, mlp, reset
-from tests.distributed.handmade import make_net
+from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch
 from tests.distributed.jobs_launch import Moody, both_answers, first_answer
 from tests.distributed.pool import JobFailed, Pool
@@ -70,6 +72,11 @@ def test_cuda_asked_for_and_absent(pool: Pool) -> None:
     kind, text = same_on_all(pool.run(JOBS + "no_cuda", ranks=2))
     assert kind == "LaunchError"
     assert "device cuda:0 was asked for, but this process sees 0 CUDA devices" in text
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device='gpu' is not a device"):
+        launch(compile_by_hand(make_net()), device="gpu")
 
 
 def test_unseeded_ranks_start_from_rank_0(pool: Pool) -> None:
