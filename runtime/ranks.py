@@ -11,6 +11,7 @@ called by all ranks before the first communication of a step: if any rank has a 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -74,7 +75,7 @@ class Ranks:
         if axis.group is not None and x.numel():
             dist.broadcast(x, src=axis.ranks[index], group=axis.group)
 
-    def agree(self, problem: SnnpartError | None, numbers: Sequence[float] = ()) -> list[float]:
+    def agree(self, problem: Exception | None, numbers: Sequence[float] = ()) -> list[float]:
         """Raise on every rank if any has a problem; otherwise the sums of `numbers` over all ranks.
 
         One small all-reduce when all is well.
@@ -82,11 +83,13 @@ class Ranks:
         failed, *sums = self.sum([float(problem is not None), *numbers])
         if not failed:
             return sums
-        found = [(rank, other) for rank, other in enumerate(self.gather(problem)) if other is not None]
+        found = [(rank, other) for rank, other in enumerate(self.gather(_portable(problem))) if other is not None]
         rank, first = found[0]
-        if len(self.world.ranks) > 1:
+        if len(self.world.ranks) > 1 and isinstance(first, SnnpartError):
             first.where = ", ".join(filter(None, [f"rank {rank}", first.where]))
-        raise first
+        elif len(self.world.ranks) > 1:
+            first.add_note(f"on rank {rank}")
+        raise first from (problem if problem is not first else None)
 
     def close(self) -> None:
         """Give the process groups back."""
@@ -116,6 +119,15 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks
     world = Axis(everyone, rank, tuple(range(size)))
     owned = tuple(axis.group for axis in axes.values() if axis.group is not None)
     return Ranks(rank, mesh, device, axes, world, owns_world, owned)
+
+
+def _portable(problem: Exception | None) -> Exception | None:
+    """The error itself where it can be sent to other ranks, else its text."""
+    try:
+        pickle.loads(pickle.dumps(problem))
+    except Exception:
+        return RuntimeError(f"{type(problem).__name__}: {problem}")
+    return problem
 
 
 def usable_device(device: torch.device) -> torch.device:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import ops
-from snnpart.errors import ConfigError, LaunchError, SnnpartError
+from snnpart.errors import ConfigError, LaunchError
 from snnpart.program import Action, CompiledProgram
 from snnpart.runtime import microbatch
 from snnpart.runtime.collectives import GroupCollectives
@@ -82,7 +82,15 @@ class RunningProgram:
     def _make_optimizer(self) -> torch.optim.Optimizer | None:
         """This rank's optimizer; None without a factory, or on a stage with nothing to learn."""
         learned = [p for p in self.parameters() if p.requires_grad]
-        return self._settings.optimizer(learned) if self._settings.optimizer and learned else None
+        if self._settings.optimizer is None or not learned:
+            return None
+        made = self._settings.optimizer(learned)
+        if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
+            raise ConfigError(
+                f"optimizer= gave a {type(made).__name__}, not an optimizer whose step() needs no closure",
+                fix="pass a factory: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+            )
+        return made
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
         """One step on this dp rank's batch; the same loss on every rank, a 0-dim tensor.
@@ -146,11 +154,11 @@ class RunningProgram:
         """This rank's microbatches, agreed with the others, and this dp rank's share of all samples."""
         if self._closed:
             raise LaunchError("the program was closed", fix="launch it again")
-        problem: SnnpartError | None = None
+        problem: Exception | None = None
         parts: list[Part] = []
         try:
             parts = self._parts(inputs, targets, training)
-        except SnnpartError as error:
+        except Exception as error:  # the user's own too: what stops one rank must stop all before they communicate
             problem = error
         counts = self.ranks.at.pp == 0 and self.ranks.at.tp == 0
         size = sum(part.size for part in parts)
@@ -249,16 +257,17 @@ class RunningProgram:
     def preserved(self) -> Iterator[None]:
         """Put buffers, gradients and mode back when the block is left: for checks that must leave no trace.
 
-        Steps inside update no parameter.
+        Steps inside clip no gradient and update no parameter.
         """
         buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.named_buffers()]
         grads, training = [(p, p.grad) for p in self.parameters()], self.training
-        optimizer, self.optimizer, norm = self.optimizer, None, self.grad_norm
+        optimizer, self.optimizer = self.optimizer, None
+        settings, self._settings = self._settings, replace(self._settings, clip_grad_norm=None)
         self.zero_grad()
         try:
             yield
         finally:
-            self.training, self.optimizer, self.grad_norm = training, optimizer, norm
+            self.training, self.optimizer, self._settings = training, optimizer, settings
             self._parallel.forget()
             with torch.no_grad():
                 for buffer, value in buffers:

@@ -44,6 +44,8 @@ _DATA = """
     __bool__ __int__ __float__ __complex__ __index__ item tolist numpy __array__ is_nonzero equal allclose __contains__
 """
 NEEDS_DATA = frozenset(_DATA.split())
+_ONE_DTYPE = frozenset("linear matmul mm bmm mv addmm baddbmm __matmul__".split())
+"""Products that refuse operands of several dtypes on real tensors, but not on fake ones."""
 
 
 class RecordingMode(TorchFunctionMode):
@@ -117,6 +119,9 @@ class RecordingMode(TorchFunctionMode):
             raise self.recorder.error(
                 f"'{called.name}' writes into one of its arguments", "use the function that returns a new tensor"
             )
+        if called.name in _ONE_DTYPE and len({tensor.dtype for tensor in called.inputs}) > 1:
+            dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in called.inputs)
+            raise RuntimeError(f"{called.name} needs operands of one dtype, but got {dtypes}")
         if isinstance(out, Tensor):
             if any(out is tensor for tensor in called.inputs):
                 return self._same(called, out)
