@@ -254,7 +254,8 @@ class ParallelProgram:
 
     def _specialise(self, inputs: Any, training: bool) -> CompiledProgram:
         """The same network and plan for another signature; numerics were checked for the first one."""
-        options = replace(self.options, verify="off" if self.options.verify == "off" else "trace")
+        verify: Verify = "off" if self.options.verify == "off" else "trace"
+        options = replace(self.options, verify=verify, time_steps=_steps_of(inputs, self.options))
         compiled, _ = compile_program(self.model, inputs, options, self.plan, training=training)
         return compiled
 
@@ -317,6 +318,15 @@ def compile_program(
     if options.verify == "full":
         report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
     return compiled, report
+
+
+def _steps_of(inputs: Any, options: Options) -> int | None:
+    """T of a single-step module for these inputs: what their time dims say, where they have one."""
+    if options.time_steps is None:
+        return None
+    dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
+    sizes = {x.shape[d] for x, d in zip(tensor_leaves(inputs), dims.time, strict=True) if d is not None}
+    return sizes.pop() if len(sizes) == 1 else options.time_steps
 
 
 def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool) -> SpikeGraph:

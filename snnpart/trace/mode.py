@@ -44,7 +44,7 @@ _DATA = """
     __bool__ __int__ __float__ __complex__ __index__ item tolist numpy __array__ is_nonzero equal allclose __contains__
 """
 NEEDS_DATA = frozenset(_DATA.split())
-_ONE_DTYPE = frozenset("linear matmul mm bmm mv addmm baddbmm __matmul__".split())
+_ONE_DTYPE = frozenset(["linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "__matmul__"])
 """Products that refuse operands of several dtypes on real tensors, but not on fake ones."""
 
 
