@@ -57,6 +57,11 @@ def launch(
     """
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise ConfigError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="leave it out not to clip")
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, not a factory: each rank makes one for its own parameters",
+            fix="pass optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
     earlier = _running.get(id(compiled))
     if earlier is not None and not earlier.closed:
         raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")

@@ -20,7 +20,7 @@ def intact(name: str, tp: int, pp: int, dp: str, single: bool = False) -> tuple[
     if single:
         module, inputs = module.float(), tuple(x.float() for x in inputs)
     program = parallelize(module, tp=tp, pp=pp, dp=dp, example_inputs=inputs, in_dims=model.in_dims)
-    with program.launch(lambda params: torch.optim.SGD(params, lr=0.1)) as running:
+    with program.launch(lambda params: torch.optim.SGD(params, lr=0.1), clip_grad_norm=0.01) as running:
         untouched = same(running.state_dict(), module.state_dict())
         targets = torch.zeros(inputs[0].shape[model.in_dims])
         losses = [float(running.train_step(inputs, targets, first_only)) for _ in range(2)]

@@ -79,6 +79,20 @@ def test_a_device_that_is_none_is_refused() -> None:
         launch(compile_by_hand(make_net()), device="gpu")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), "optimizer is a SGD, not a factory"),
+        (lambda params: None, "optimizer= gave a NoneType, not an optimizer"),
+        (torch.optim.LBFGS, "optimizer= gave a LBFGS, not an optimizer whose step"),
+    ],
+)
+def test_what_is_no_factory_of_optimizers_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        launch(compile_by_hand(make_net()), optimizer=optimizer)
+    assert "lambda params: torch.optim.AdamW" in str(refused.value)
+
+
 def test_unseeded_ranks_start_from_rank_0(pool: Pool) -> None:
     for notices, state in pool.run(JOBS + "different_weights", ranks=4):
         assert notices == ["the ranks held different weights; all start from those of rank 0"]
