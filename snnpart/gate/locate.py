@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from snnpart import facts
 from snnpart.frameworks import preserved, reset_state
 from snnpart.gate.compare import HALF_TOLERANCE, TOLERANCES
-from snnpart.gate.observe import Observed, Reset, Watch, arguments, call_module, copies, same_random_numbers
+from snnpart.gate.observe import Observed, Reset, Watch, arguments, call_module, copies, same_random_numbers, set_mode
 from snnpart.graph import SpikeGraph
 
 
@@ -48,7 +48,7 @@ def _module_outputs(model: nn.Module, graph: SpikeGraph, inputs: Any, reset: Res
 
     with preserved(model), same_random_numbers(inputs), torch.no_grad():
         reset_state(model, reset)
-        model.train(graph.traced_training)
+        set_mode(model, graph.traced_training)
         handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules() if path]
         try:
             call_module(model, graph, inputs)

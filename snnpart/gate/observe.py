@@ -58,8 +58,7 @@ def observe_module(model: nn.Module, graph: SpikeGraph, inputs: Any, reset: Rese
     seen = Observed()
     with preserved(model), same_random_numbers(inputs):
         reset_state(model, reset)
-        if any(module.training != graph.traced_training for module in model.modules()):
-            model.train(graph.traced_training)
+        set_mode(model, graph.traced_training)
         handles = [
             leaf.module.register_forward_hook(_note_spikes(seen, path))
             for path, leaf in graph.leaves.items()
@@ -74,6 +73,16 @@ def observe_module(model: nn.Module, graph: SpikeGraph, inputs: Any, reset: Rese
             for handle in handles:
                 handle.remove()
     return seen
+
+
+def set_mode(model: nn.Module, training: bool) -> None:
+    """Put the model into the mode; modules that the user froze in another mode than the model keep theirs."""
+    if model.training == training:
+        return
+    frozen = [(module, module.training) for module in model.modules() if module.training != model.training]
+    model.train(training)
+    for module, mode in frozen:
+        module.training = mode
 
 
 def _note_spikes(seen: Observed, path: str) -> Callable[..., None]:
