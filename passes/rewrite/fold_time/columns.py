@@ -140,9 +140,7 @@ class _Match:
     def run(self) -> dict[fx.Node, str]:
         """Fill the columns; returns those to dissolve (by their model) with the reason."""
         for step in (t for t in range(self.steps.count) if t != MODEL):
-            waiting = [node for node in self.by_step[step] if not self._sort_in(node, step, exactly=True)]
-            for node in waiting:
-                self._sort_in(node, step, exactly=False)
+            self._sort_all_in(step)
         self._name_carried()
         failed: dict[fx.Node, str] = {}
         for column in self.columns:
@@ -155,13 +153,40 @@ class _Match:
         column.nodes[step] = node
         self.of[node] = (column, step)
 
-    def _sort_in(self, node: fx.Node, step: int, *, exactly: bool) -> bool:
-        """Enter the node into the first column that it fits; not `exactly`: with other values in the place of nodes."""
+    def _sort_all_in(self, step: int) -> None:
+        """Enter the nodes of a step: those that fit as they are, then, one by one, those that need other values in the
+        place of nodes: first such as are copies themselves (an input for a membrane), then what is made of those."""
+        waiting = self.by_step[step]
+        allowed = 0
+        while allowed < 3:
+            left = []
+            for i, node in enumerate(waiting):
+                found = self._sort_in(node, step, allowed)
+                if not found:
+                    left.append(node)
+                elif allowed:
+                    left += waiting[i + 1 :]
+                    break
+            progress = len(left) < len(waiting)
+            waiting = left
+            allowed = 0 if allowed and progress else allowed + 1
+            if step:
+                return
+
+    def _oddness(self, value: fx.Node) -> int:
+        """1 for a copy, 2 for what step 0 makes of copies, 3 for values from outside the loop."""
+        if value in self.of:
+            return 1
+        made = self.steps.of.get(value) == 0 and any(self._oddness(source) < 3 for source in value.all_input_nodes)
+        return 2 if made else 3
+
+    def _sort_in(self, node: fx.Node, step: int, allowed: int) -> bool:
+        """Enter the node into the first column that it fits."""
         for column in self.waiting.get(_key(node), ()):
             if column.at(step) is not None:
                 continue
             needs = self._fits(column, node, step)
-            if needs is not None and not (needs and exactly):
+            if needs is not None and allowed >= max((self._oddness(value) for value in needs.values()), default=0):
                 self._enter(node, column, step)
                 for source, value in needs.items():
                     source.first = value

@@ -128,7 +128,7 @@ class _Parts:
         late = [node for node in nodes if not self._is_first_step(node)]
         if late:
             raise Entangled([c.model for c in columns], f"it depends on %{late[0].name}, which does not run at every step")
-        if len(columns) > 1 or dependencies.has_edge(columns[0], columns[0]):
+        if len(members) > 1 or dependencies.has_edge(columns[0], columns[0]):
             is_total = len(members) == 1 and is_running_sum(columns[0], self.columns)
             return Part("total" if is_total else "loop", columns, nodes)
         return self._single(columns[0])
