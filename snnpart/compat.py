@@ -28,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["BatchNormBase", "FakeTensor", "FakeTensorMode", "InstanceNormBase"]
 
+WEIGHT_NORM = torch._weight_norm
+"""The operation of torch's weight normalisation: `WEIGHT_NORM(v, g, dim)`."""
+
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised on fake tensors by an operation whose result, or the shape of it, needs the data."""
 
@@ -132,30 +135,61 @@ def _fsdp_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
-def pipeline_order(name: str, stages: int, microbatches: int) -> dict[int, list[tuple[int, Literal["F", "B"], int]]]:
-    """The actions (stage, F or B, microbatch) of each stage in the order of torch's schedule `gpipe` or `1f1b`.
+Ordered = tuple[int, Literal["F", "B", "I", "W"], int]
 
-    torch computes the order in a method of the schedule that reads only these two numbers, but its constructor asks for
-    a stage on a process group; the method is therefore called on an object that was not constructed. The microbatches
-    are counted here: up to torch 2.14 the method starts the last stage's forwards at number 1 (its runtime does not).
+
+def pipeline_order(name: str, pp: int, per_rank: int, microbatches: int) -> dict[int, list[Ordered]]:
+    """The actions (stage, kind, microbatch) of each pipeline rank in the order of torch's schedule.
+
+    torch computes the order in methods that read a few numbers only, but the constructors ask for stages on a process
+    group; the methods are therefore called on an object that was not constructed. Microbatches are counted here: up to
+    torch 2.14 the one of GPipe and 1F1B starts the last stage's forwards at number 1 (its runtime does not).
+
+    Args:
+        name: of `schedules.NAMES`; one stage a rank for `gpipe` and `1f1b`, two for `zbv`.
+        microbatches: a number that the schedule takes.
     """
     from torch.distributed.pipelining import schedules
 
-    kind: Any = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name]
-    schedule = kind.__new__(kind)
-    schedule._num_stages, schedule._n_microbatches = stages, microbatches
-    letters: dict[Any, Literal["F", "B"]] = {
-        schedules._ComputationType.FORWARD: "F",
-        schedules._ComputationType.FULL_BACKWARD: "B",
+    kinds = schedules._ComputationType
+    letters: dict[Any, Literal["F", "B", "I", "W"]] = {
+        kinds.FORWARD: "F",
+        kinds.FULL_BACKWARD: "B",
+        kinds.BACKWARD_INPUT: "I",
+        kinds.BACKWARD_WEIGHT: "W",
     }
-    order: dict[int, list[tuple[int, Literal["F", "B"], int]]] = {}
-    for stage, actions in schedule._get_pipeline_order().items():
-        kinds = [
-            letters[action.computation_type] for action in actions if action and action.computation_type in letters
-        ]
-        counts = {"F": itertools.count(), "B": itertools.count()}
-        order[stage] = [(stage, letter, next(counts[letter])) for letter in kinds]
+    order: dict[int, list[Ordered]] = {}
+    for rank, actions in _torch_schedule(name, pp, per_rank, microbatches).items():
+        counts: dict[tuple[int, str], Iterator[int]] = {}
+        order[rank] = []
+        for action in actions:
+            if action is not None and action.computation_type in letters:
+                stage, kind = action.stage_index, letters[action.computation_type]
+                order[rank].append((stage, kind, next(counts.setdefault((stage, kind), itertools.count()))))
     return order
+
+
+def _torch_schedule(name: str, pp: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
+    """torch's own actions of each rank, None where it waits."""
+    from torch.distributed.pipelining import schedules
+
+    classes: dict[str, Any] = {
+        "gpipe": schedules.ScheduleGPipe,
+        "1f1b": schedules.Schedule1F1B,
+        "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+        "interleaved-zb": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }
+    schedule = classes[name].__new__(classes[name])
+    schedule.pp_group_size, schedule.n_local_stages = pp, per_rank
+    schedule._num_stages = schedule.num_stages = pp * per_rank
+    schedule._n_microbatches = microbatches
+    schedule.number_of_rounds = max(1, microbatches // pp)
+    schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
+    if name in ("gpipe", "1f1b"):
+        simple: dict[int, list[Any]] = schedule._get_pipeline_order()
+        return simple
+    return {rank: schedule._calculate_single_rank_operations(rank) for rank in range(pp)}
 
 
 @contextmanager

@@ -15,7 +15,10 @@ _DRAW_NAMES = (
     "rand randn randint randperm rand_like randn_like randint_like bernoulli poisson normal multinomial gumbel_softmax "
     "bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_"
 )
-_RANDOM = frozenset(_DROPOUT_NAMES.split() + _DRAW_NAMES.split())
+DRAWN = ("dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d", "rand_like", "randn_like")
+"""Random operations of which a rank can keep its own part: a mask to multiply with, or numbers for each element."""
+
+_RANDOM = frozenset([*_DROPOUT_NAMES.split(), *_DRAW_NAMES.split(), "drawn_slice"])
 _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__", "and_", "or_"})
 
 

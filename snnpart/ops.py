@@ -8,6 +8,7 @@ layer that stays whole (`call_module`). What stands here:
 - `Surrogate`: `autograd.Function.apply` of one class as one node, with the class's own backward.
 - `assign`: writes a buffer at the end of a forward; the only operation kept for its effect.
 - `index_assign`: `x[index] = value` without touching x.
+- `drawn_slice`: this rank's part of a dropout or of random numbers that are drawn for the whole value.
 - `affine`: a size that depends on the batch, `slope * batch_size + offset`.
 - the collectives over one mesh axis, each with its own gradient:
 
@@ -22,7 +23,7 @@ The collectives are carried out by the backend that the runtime installs (`use_c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -128,6 +129,34 @@ def index_assign(x: Tensor, index: Any, value: Any) -> Tensor:
 def affine(batch_size: int, slope: int, offset: int) -> int:
     """A size that depends on the batch."""
     return slope * batch_size + offset
+
+
+def drawn_slice(
+    x: Tensor,
+    draw: str,
+    dim: int,
+    size: int,
+    own: Pieces,
+    args: Sequence[Any] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """What `draw(whole, *args, **options)` gives on the rank's pieces `own` of dim `dim`, which has `size` elements.
+
+    The whole mask or noise is drawn on every rank, so that ranks with the same generator state stay together and the
+    numbers are those of one process. `draw` is a function of torch or torch.nn.functional; x holds the own pieces.
+    """
+    function = getattr(F, draw, None) or getattr(torch, draw)
+    whole = _ones_like(x, dim % x.dim(), size)
+    with torch.no_grad():
+        mask = select_pieces(function(whole, *args, **(options or {})), dim, own)
+    return mask if draw.endswith("_like") else x * mask
+
+
+def _ones_like(x: Tensor, dim: int, size: int) -> Tensor:
+    """Ones with `size` elements in dim `dim`, in x's memory order, which is that in which numbers are drawn."""
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+    shape = [size if d == dim else x.shape[d] for d in order]
+    return x.new_ones(shape).permute([order.index(d) for d in range(x.dim())])
 
 
 class Collectives(Protocol):

@@ -9,18 +9,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx
 
 from snnpart import facts
-from snnpart.facts import Sharded
+from snnpart.facts import Partial, Sharded, Spread
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.parts import is_tensor_read
-from snnpart.passes.decide.rules import Ask, Declined, Row
-from snnpart.passes.decide.rules_matrix import is_matrix
+from snnpart.passes.decide.rules import Ask, Deal, Declined, Misdealt, Row, extent, is_tensor
+from snnpart.passes.decide.rules_matrix import data_of, is_matrix, weight_of
 from snnpart.passes.decide.table import follow, matrix_rows
 
 REPLICATE = "replicate"
@@ -38,6 +40,14 @@ class Group:
     @property
     def rules(self) -> tuple[str, ...]:
         return (*self.rows, REPLICATE)
+
+    def rule_with(self, node: fx.Node, kind: type[Sharded] | type[Partial]) -> str | None:
+        """The rule by which the result of `node` is dealt out (Sharded), or left as a sum over ranks (Partial).
+
+        It is "column" or "row", but in a group of an embedding and a head tied to it the head's are swapped.
+        """
+        at = self.nodes.index(node)
+        return next((rule for rule, rows in self.rows.items() if isinstance(rows[at].output, kind)), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +67,7 @@ class Lanes:
     clusters: tuple[Cluster, ...]
     groups: tuple[Group, ...]
     reasons: dict[fx.Node, str]
+    tp: int
 
     def cluster_of(self) -> dict[fx.Node, Cluster]:
         return {node: cluster for cluster in self.clusters for node in (*cluster.matrices, *cluster.followers)}
@@ -66,28 +77,78 @@ class Lanes:
 
 
 def find_lanes(graph: SpikeGraph, tp: int) -> Lanes:
-    """Follow the lanes through `graph`. A leaf of which one call cannot be sharded is sharded in none."""
+    """Follow the lanes through `graph`. A leaf of which one call cannot be sharded is sharded in none, and channels are
+    dealt out as the operations below ask for, as far as that can be met."""
     barred: set[str] = set()
+    deals = Deals(tp)
     while True:
-        walk = _Walk(graph, tp, barred)
+        walk = _Walk(graph, tp, barred, deals)
         mixed = walk.mixed_leaves()
+        if deals.changed(walk):
+            continue
         if not mixed:
             lanes = {node: lane for node, lane in walk.lanes.items() if lane is not None}
-            return Lanes(lanes, walk.rows, _clusters(walk), _groups(walk), walk.reasons)
+            return Lanes(lanes, walk.rows, _clusters(walk), _groups(walk), walk.reasons, tp)
         barred |= mixed
+
+
+class Deals(Mapping[fx.Node, Deal]):
+    """How each matrix operation deals its channels; operations with one weight deal alike."""
+
+    def __init__(self, tp: int) -> None:
+        self.tp = tp
+        self._deals: dict[fx.Node | str, Deal] = {}
+
+    def __getitem__(self, node: fx.Node) -> Deal:
+        return self._deals.get(weight_key(weight_of(node)), Deal())
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return len(self._deals)
+
+    def get(self, node: fx.Node, default: Any = None) -> Deal:  # type: ignore[override]
+        return self[node]
+
+    def changed(self, walk: _Walk) -> bool:
+        """Take up the demands of the walk; True when some layer now deals otherwise."""
+        before = dict(self._deals)
+        for demand, sources in walk.demands:
+            for source in sources:
+                lane = walk.lanes[source]
+                if lane is not None:
+                    self._take(weight_key(weight_of(source)), demand, extent(lane.pieces))
+        return before != self._deals
+
+    def _take(self, key: fx.Node | str, demand: Misdealt, channels: int) -> None:
+        asked = self._deals.get(key, Deal()).asked(demand, channels)
+        try:
+            asked.pieces(channels, self.tp)
+        except Declined:
+            return
+        self._deals[key] = asked
+
+
+def weight_key(weight: Any) -> fx.Node | str:
+    """The tensor's name, or the node that computes the weight."""
+    key: fx.Node | str = str(weight.target) if is_tensor_read(weight) else weight
+    return key
 
 
 class _Walk:
     """One pass over the graph that finds lanes and rows."""
 
-    def __init__(self, graph: SpikeGraph, tp: int, barred: set[str]) -> None:
+    def __init__(self, graph: SpikeGraph, tp: int, barred: set[str], deals: Deals) -> None:
         self.lanes: dict[fx.Node, Sharded | None] = {}
         self.rows: dict[fx.Node, Row] = {}
         self.matrices: dict[fx.Node, tuple[dict[str, Row], dict[str, str]]] = {}
         self.reasons: dict[fx.Node, str] = {}
         self.calls: dict[str, list[fx.Node]] = {}
+        self.demands: list[tuple[Misdealt, frozenset[fx.Node]]] = []
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.tied = graph.tied_leaves()
-        ask = Ask(graph, tp, self.lanes)
+        ask = Ask(graph, tp, self.lanes, deals)
         for node in graph.graph.nodes:
             if is_matrix(node):
                 self._matrix(node, ask)
@@ -99,6 +160,7 @@ class _Walk:
         if "column" in rows:
             output = rows["column"].output
             self.lanes[node] = output if isinstance(output, Sharded) else None
+            self.sources[node] = frozenset({node})
 
     def _follower(self, node: fx.Node, ask: Ask, barred: set[str]) -> None:
         if node.op == "call_module":
@@ -111,9 +173,18 @@ class _Walk:
             found = follow(node, ask)
         except Declined as reason:
             self.reasons[node] = str(reason)
+            if isinstance(reason, Misdealt):
+                self.demands.append((reason, self._sources_of(node)))
             return
         self.rows[node] = found
         self.lanes[node] = found.output if isinstance(found.output, Sharded) else None
+        self.sources[node] = self._sources_of(node)
+
+    def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The matrix operations whose deal decides how the inputs of `node` lie; none behind a concatenation."""
+        if node.target is torch.cat:
+            return frozenset()
+        return frozenset().union(*(self.sources.get(n, frozenset()) for n in node.all_input_nodes))
 
     def leaf(self, node: fx.Node) -> str:
         """The leaf the node calls; of leaves that share a tensor the first."""
@@ -149,8 +220,10 @@ def _groups(walk: _Walk) -> tuple[Group, ...]:
     joined = nx.utils.UnionFind(walk.matrices)
     first: dict[fx.Node | str, fx.Node] = {}
     for node in walk.matrices:
-        for source in node.all_input_nodes[1:]:
-            joined.union(first.setdefault(str(source.target) if is_tensor_read(source) else source, node), node)
+        data = data_of(node)
+        for source in node.all_input_nodes:
+            if source is not data and is_tensor(source):
+                joined.union(first.setdefault(weight_key(source), node), node)
     sets: dict[fx.Node, list[fx.Node]] = {}
     for node in walk.matrices:
         sets.setdefault(joined[node], []).append(node)
@@ -158,22 +231,34 @@ def _groups(walk: _Walk) -> tuple[Group, ...]:
 
 
 def _group(walk: _Walk, nodes: list[fx.Node]) -> Group:
-    """The group with the rows that all its members have, for the same slices of the weight."""
+    """The group with the rows that all its members have, for the same slices of what they share. Rules are named by the
+    first member: a head tied to an embedding takes the row that cuts the weight as the embedding's does."""
     rows: dict[str, tuple[Row, ...]] = {}
     reasons = {rule: why for node in nodes for rule, why in walk.matrices[node][1].items()}
-    for rule in ("column", "row"):
-        own = [walk.matrices[node][0].get(rule) for node in nodes]
-        found = [item for item in own if item is not None]
-        if len(found) == len(nodes) and len({tuple(_weight_spreads(n, r)) for n, r in zip(nodes, found)}) == 1:
-            rows[rule] = tuple(found)
+    for rule, start in walk.matrices[nodes[0]][0].items():
+        chosen, slices = [start], _slices(nodes[0], start)
+        for node in nodes[1:]:
+            fitting = (found for found in walk.matrices[node][0].values() if _agree(slices, _slices(node, found)))
+            found = next(fitting, None)
+            if found is not None:
+                chosen.append(found)
+                slices |= _slices(node, found)
+        if len(chosen) == len(nodes):
+            rows[rule] = tuple(replace(found, rule=rule) for found in chosen)
         else:
             reasons.setdefault(rule, "its calls would need different slices of the weight")
     return Group(min(path_of(node) for node in nodes), tuple(nodes), rows, reasons)
 
 
-def _weight_spreads(node: fx.Node, found: Row) -> Iterable[object]:
-    x = node.args[0]
-    return [spread for source, spread in zip(node.all_input_nodes, found.inputs) if source is not x]
+def _slices(node: fx.Node, found: Row) -> dict[fx.Node | str, Spread]:
+    """How a row needs the tensors of the network to lie."""
+    data = data_of(node)
+    pairs = zip(node.all_input_nodes, found.inputs)
+    return {weight_key(source): spread for source, spread in pairs if source is not data and is_tensor(source)}
+
+
+def _agree(one: Mapping[fx.Node | str, Spread], other: Mapping[fx.Node | str, Spread]) -> bool:
+    return all(other[key] == spread for key, spread in one.items() if key in other)
 
 
 def path_of(node: fx.Node) -> str:
@@ -183,8 +268,18 @@ def path_of(node: fx.Node) -> str:
     """
     if node.op == "call_module":
         return str(node.target)
-    weight = node.args[1] if len(node.args) > 1 else None
+    at = 2 if node.target is torch.einsum else 1
+    weight = node.args[at] if len(node.args) > at else None
     if isinstance(weight, fx.Node) and is_tensor_read(weight):
         owner, _, name = str(weight.target).rpartition(".")
         return owner if owner and name == "weight" else str(weight.target)
-    return facts.origin(node).module
+    return facts.origin(node).module or (_owner(weight) if isinstance(weight, fx.Node) else "")
+
+
+def _owner(weight: fx.Node) -> str:
+    """The module that owns the first tensor a computed weight is made of; empty where it is made of an activation."""
+    while not is_tensor_read(weight):
+        if weight.op not in ("call_function", "call_method") or not weight.all_input_nodes:
+            return ""
+        weight = weight.all_input_nodes[0]
+    return str(weight.target).rpartition(".")[0]

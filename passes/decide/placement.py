@@ -42,6 +42,7 @@ from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes, find_l
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.placement_program import Choice, solve
 from snnpart.passes.decide.rules import R, Row, replicate
+from snnpart.passes.decide.weights import made_of_tensors, rows_of_weights
 from snnpart.plan import Plan
 
 Objective = Literal["max", "time"]
@@ -84,10 +85,15 @@ def apply_shards(graph: SpikeGraph, plan: Plan) -> None:
     rules = {group: pins.rules.get(group, REPLICATE) for group in lanes.groups}
     group_of = lanes.group_of()
     states = {
-        cluster: pins.states.get(cluster, any(rules[group_of[node]] == "column" for node in cluster.matrices))
+        cluster: pins.states.get(cluster, any(_deals(group_of[node], node, rules) for node in cluster.matrices))
         for cluster in lanes.clusters
     }
     write_placements(graph, lanes, Choice(rules, states))
+
+
+def _deals(group: Group, node: fx.Node, rules: Mapping[Group, str]) -> bool:
+    """Whether the group's rule deals out the channels of the node's result."""
+    return rules[group] == group.rule_with(node, Sharded)
 
 
 def _replicate_all(graph: SpikeGraph) -> None:
@@ -102,8 +108,9 @@ def _placement(row: Row) -> Placement:
 def shards_by_path(graph: SpikeGraph) -> dict[str, str]:
     """The rules of convolutions, linears, norms and neuron layers under their module paths."""
     found: dict[str, str] = {}
+    weights = made_of_tensors(graph.graph)
     for node in graph.graph.nodes:
-        placement = facts.get(node, Placement)
+        placement = facts.get(node, Placement) if node not in weights else None
         owns = node.op == "call_module" or any(is_tensor_read(n) for n in node.all_input_nodes)
         path = path_of(node)
         if placement is not None and owns and node.op != "output" and placement.rule != REPLICATE and path:
@@ -177,6 +184,7 @@ def write_placements(graph: SpikeGraph, lanes: Lanes, choice: Choice) -> None:
     for node, found in lanes.rows.items():
         if choice.states[cluster_of[node]]:
             chosen[node] = found
+    chosen.update(rows_of_weights(graph, chosen, lanes.tp))
     for node in graph.graph.nodes:
         facts.put(node, _placement(chosen.get(node) or replicate(node)))
     _place_tensors(graph)

@@ -13,12 +13,16 @@ from torch import fx
 from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.errors import PlanError
-from snnpart.facts import Cost, Sharded
+from snnpart.facts import Cost, Partial, Sharded
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.rules import R
+from snnpart.passes.decide.rules_matrix import data_of
 from snnpart.passes.decide.rules_shape import carries_gradient, value_bytes
+
+Reader = tuple[int | None, int | None]
+"""The variables of the rules by which a matrix operation deals out, and sums."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,7 @@ class _Builder:
 
     def _group(self, group: Group, pinned: str | None, shard_all: bool) -> dict[str, int]:
         us = _us(group.nodes)
-        reduce = sum(self._reduce(node) for node in group.nodes)
-        costs = {REPLICATE: us, "column": us / self.tp, "row": us / self.tp + reduce}
+        costs = {rule: us / self.tp + self._sums(group, rule) for rule in group.rows} | {REPLICATE: us}
         variables = {rule: self.program.variable(costs[rule], integer=True) for rule in group.rules}
         self.program.constrain(dict.fromkeys(variables.values(), 1.0), 1.0, 1.0)
         if pinned is not None:
@@ -111,13 +114,23 @@ class _Builder:
             self.program.constrain({variables[REPLICATE]: 1.0}, high=0.0)
         return variables
 
+    def _sums(self, group: Group, rule: str) -> float:
+        """All-reduces of the results that the rule leaves as sums over ranks."""
+        pairs = zip(group.nodes, group.rows[rule])
+        return sum(self._reduce(node) for node, row in pairs if isinstance(row.output, Partial))
+
+    def _variable(self, node: fx.Node, kind: type[Sharded] | type[Partial]) -> int | None:
+        """The variable of the rule by which the result of a matrix operation is dealt out, or summed."""
+        group = self.group_of[node]
+        rule = group.rule_with(node, kind)
+        return None if rule is None else self.y[group][rule]
+
     def _cluster(self, cluster: Cluster, pinned: bool | None) -> int:
         us = _us(cluster.followers)
         inside = [spread for node in cluster.followers for spread in self._inside(node)]
         state = self.program.variable(us / self.tp - us + sum(inside), integer=True)
-        columns = {
-            self.y[group]["column"] for node in cluster.matrices if "column" in self.y[group := self.group_of[node]]
-        }
+        found = (self._variable(node, Sharded) for node in cluster.matrices)
+        columns = {variable for variable in found if variable is not None}
         if pinned is not None:
             self.program.constrain({state: 1.0}, float(pinned), float(pinned))
         else:
@@ -141,8 +154,8 @@ class _Builder:
     def traffic_of(self, node: fx.Node) -> None:
         """Messages between the node's result and what reads it. Collected by (kind, cluster, readers)."""
         cluster = self.cluster_of.get(node)
-        readers = {self.group_of[user] for user in node.users if user in self.group_of and user.args[0] is node}
-        names = frozenset(readers)
+        matrices = [user for user in node.users if user in self.group_of and data_of(user) is node]
+        names = frozenset(self._reader(user) for user in matrices)
         if carries_gradient(node):
             self._shared["h", None, names] += self._reduce(node)
             self._shared["k", cluster, names] += self._gather(node)
@@ -150,7 +163,10 @@ class _Builder:
             whole = any(user not in self.group_of and not self._on_lane(user, node) for user in node.users)
             self._shared["a", cluster, None if whole else names] += self._gather(node)
         if node in self.group_of and cluster is not None:
-            self._shared["pq", cluster, frozenset([self.group_of[node]])] += self._gather(node)
+            self._shared["pq", cluster, frozenset([self._reader(node)])] += self._gather(node)
+
+    def _reader(self, node: fx.Node) -> Reader:
+        return self._variable(node, Sharded), self._variable(node, Partial)
 
     def _on_lane(self, user: fx.Node, node: fx.Node) -> bool:
         found = self.lanes.rows.get(user)
@@ -165,11 +181,10 @@ class _Builder:
             elif readers and cost > 0:
                 self._message(str(kind), state, readers, cost)  # type: ignore[arg-type]
 
-    def _message(self, kind: str, state: Mapping[int, float], readers: Iterable[Group], cost: float) -> None:
+    def _message(self, kind: str, state: Mapping[int, float], readers: Iterable[Reader], cost: float) -> None:
         target = self.program.variable(cost)
         opposite = {variable: -factor for variable, factor in state.items()}
-        for group in readers:
-            column, row = self.y[group].get("column"), self.y[group].get("row")
+        for column, row in readers:
             if kind == "h" and column is not None:
                 self.program.at_least(target, {column: 1.0})
             elif kind == "k" and row is not None:

@@ -5,13 +5,33 @@ result lies, and which inputs receive only this rank's part of their gradient. E
 (everything R); what else it has is given by its function in `TABLE`:
 
     operation                         rule       inputs                     result         partial gradient
-    conv, linear (weight W, bias b)   column     x R, W S(out), b S(0)      S(channel)     x
-                                      row        x S(channel), W S(in), b R P              -  (b is added after the sum)
+    conv, linear, matmul and einsum   column     x R, W S(out), b S(0)      S(channel)     x
+      with a weight W, bias b         row        x S(channel), W S(in), b R P              -  (b is added after the sum)
+    embedding                         column     ids R, W S(1)              S(last)        -  (tied to a head: its row)
     conv with groups                  group      x S(channel), W S(0)       S(channel)     -       cut at group borders
-    batch_norm                        shard      x S(1), its tensors S(0)   S(1)           -
+    batch_norm, instance_norm         shard      x S(1), its tensors S(0)   S(1)           -
+    group_norm                        shard      x S(1), its tensors S(0)   S(1)           -       cut at group borders
+    layer_norm, rms_norm, normalize   shard      x S, a dim not normalised  S              its scale and shift
     neuron layer                      shard      x S(channel)               S(channel)     its scalar parameters
     element-wise, broadcasting        shard      full operands S, others R  S              the R operands
-    pooling, views, cat, reductions   shard      S, where the dim survives  S              -
+    dropout, rand_like                shard      S, mask drawn whole        S              -
+    attention, matmul, einsum         shard      S, a batch dim (heads)     S              what lacks the dim
+    chunk, split, reshape to q, k, v  shard      S in every section alike   S              -
+    pixel_shuffle, pixel_unshuffle    shard      x S(1), in blocks of r*r   S(1)           -
+    pooling, resizing, padding        shard      S, not a dim they resize   S              -
+    views, cat, reductions, indexing  shard      S, where the dim survives  S              -
+    a weight made from others         shard      S, what its reader needs   S              what lacks the dim
+
+What a row costs: `column` sums x's gradient over ranks (all_reduce, backward), `row` sums the result (all_reduce,
+forward), all others move nothing: forward and backward take 1/tp of the time. Where a producer's spread differs from
+what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward and a cut backward.
+
+Channels are dealt out evenly, the first ranks one more; where an operation below needs whole heads, groups or blocks,
+or the same share of each of q, k and v, its demand travels back to the layer that deals (`Deal`, `Misdealt`).
+
+Random numbers: a value that is dealt out draws its mask whole on every rank from the same generator state, then keeps
+the rank's channels. So masks are equal where values are replicated, differ where they are sharded, and are those of one
+process with the same seed, for every tp (`ops.drawn_slice`).
 
 The *lane* of a value is the one sharding it may have: channels are dealt out at convolutions and linears, and the lane
 follows from there through the operations below. So each value is either R or on its lane, and the placement problem is
@@ -23,7 +43,8 @@ An operation that is not in the table, or whose arguments mix what lies on diffe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import gcd, lcm
 from typing import Any
 
 from torch import fx
@@ -37,6 +58,48 @@ R = Replicated()
 
 class Declined(Exception):
     """The operation cannot be sharded this way; the text says why."""
+
+
+class Misdealt(Declined):
+    """The operation could be sharded if the channels were dealt out otherwise: see `Deal`.
+
+    `size` is the extent of the sharded dim where the rule stands; `sections` and `unit` are in its elements.
+    """
+
+    def __init__(self, reason: str, size: int, *, sections: int = 1, unit: int = 1) -> None:
+        super().__init__(reason)
+        self.size, self.sections, self.unit = size, sections, unit
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How a matrix operation's output channels are dealt out: each of `sections` equal parts (query, key and value in
+    one projection) on its own, in whole units of `unit` channels (a head, a group)."""
+
+    sections: int = 1
+    unit: int = 1
+
+    def pieces(self, size: int, ranks: int) -> tuple[Pieces, ...]:
+        """What each rank gets of `size` channels; Declined when there are fewer units than ranks."""
+        part = size // self.sections
+        if part * self.sections != size or part % self.unit:
+            raise Declined(f"{size} channels are not {self.sections} sections of whole units of {self.unit}")
+        return self.repeated(scaled(even(part // self.unit, ranks), self.unit), self.sections, part)
+
+    @staticmethod
+    def repeated(pieces: tuple[Pieces, ...], sections: int, part: int) -> tuple[Pieces, ...]:
+        """The pieces of one section of `part` channels, the same in all sections."""
+        return tuple(
+            tuple((start + i * part, stop + i * part) for i in range(sections) for start, stop in own) for own in pieces
+        )
+
+    def asked(self, demand: Misdealt, channels: int) -> Deal:
+        """The deal that meets the demand too; `channels` is the size that is dealt out."""
+        need = demand.unit * channels
+        unit = need // gcd(need, demand.size)
+        if demand.sections > self.sections:
+            return Deal(demand.sections, 1)
+        return Deal(self.sections, lcm(self.unit, unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +119,7 @@ class Ask:
     graph: SpikeGraph
     tp: int
     lanes: Mapping[fx.Node, Sharded | None]
+    deals: Mapping[fx.Node, Deal] = field(default_factory=dict)
 
     def lane(self, node: Any) -> Sharded | None:
         return self.lanes.get(node) if isinstance(node, fx.Node) else None
@@ -127,8 +191,30 @@ def scaled(pieces: tuple[Pieces, ...], factor: int) -> tuple[Pieces, ...]:
 def divided(pieces: tuple[Pieces, ...], factor: int, what: str) -> tuple[Pieces, ...]:
     """Pieces in units of `factor` channels; Declined where a piece does not end at such a border."""
     if any(bound % factor for own in pieces for piece in own for bound in piece):
-        raise Declined(f"the ranks' channels do not end at the borders of {what} of {factor}")
+        raise Misdealt(
+            f"the ranks' channels do not end at the borders of {what} of {factor}", extent(pieces), unit=factor
+        )
     return tuple(tuple((start // factor, stop // factor) for start, stop in own) for own in pieces)
+
+
+def extent(pieces: tuple[Pieces, ...]) -> int:
+    """The size of the whole dim."""
+    return sum(stop - start for own in pieces for start, stop in own)
+
+
+def of_section(pieces: tuple[Pieces, ...], sections: int) -> tuple[Pieces, ...]:
+    """What each rank holds of one of `sections` equal parts; Misdealt where a rank holds other channels of another."""
+    size = extent(pieces)
+    part = size // sections
+    if part * sections != size:
+        raise Declined(f"{size} channels are not {sections} equal sections")
+    found = tuple(tuple(piece for piece in own if piece[1] <= part) for own in pieces)
+    alike = Deal.repeated(found, sections, part) == pieces
+    if not alike or any(not own for own in found):
+        raise Misdealt(
+            f"the ranks do not hold the same channels of each of {sections} sections", size, sections=sections
+        )
+    return found
 
 
 def results(node: fx.Node) -> Iterator[Value]:

@@ -274,6 +274,14 @@ def _run(
     return [out.detach().reshape(-1), *(grad.reshape(-1) for grad in grads if grad is not None)]
 
 
+def drawn(node: fx.Node, ask: Ask) -> Row:
+    """Dropout and numbers drawn for every element: each rank draws them whole and keeps its own."""
+    lane = ask.need(node.args[0])
+    if argument(node, 3, "inplace") or any(isinstance(a, fx.Node) and is_tensor(a) for a in node.args[1:]):
+        raise Declined("it is drawn in place, or with a tensor of probabilities")
+    return row(node, lane, {node.args[0]: lane})  # type: ignore[dict-item]
+
+
 def pool(node: fx.Node, ask: Ask, space: int) -> Row:
     """Pooling over the last `space` dims."""
     x = argument(node, 0, "input")

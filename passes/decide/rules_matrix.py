@@ -11,7 +11,20 @@ import torch.nn.functional as F
 from torch import fx
 
 from snnpart.facts import Partial, Sharded, Spread
-from snnpart.passes.decide.rules import Ask, Declined, R, Row, argument, divided, even, is_tensor, row, scaled, shape
+from snnpart.passes.decide.rules import (
+    Ask,
+    Deal,
+    Declined,
+    R,
+    Row,
+    argument,
+    divided,
+    even,
+    is_tensor,
+    row,
+    scaled,
+    shape,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,52 +50,134 @@ MATRICES: Mapping[Any, Matrix] = {
     torch.conv_transpose2d: Matrix(2, 1, 0, 6),
     torch.conv_transpose3d: Matrix(3, 1, 0, 6),
 }
+_PRODUCT = Matrix(0, 1, 0, None)
+"""`x @ W` with a weight of [in, out]."""
 
 
 def groups(node: fx.Node) -> int:
-    kind = MATRICES[node.target]
+    kind = MATRICES.get(node.target, _PRODUCT)
     return 1 if kind.groups is None else int(argument(node, kind.groups, "groups", 1))
 
 
 def is_matrix(node: fx.Node) -> bool:
-    """True for a convolution or linear that deals out channels (one group)."""
-    return node.op == "call_function" and node.target in MATRICES and groups(node) == 1
+    """True for an operation that deals out channels: a convolution or linear of one group, a product with a weight, an
+    embedding."""
+    if node.op != "call_function":
+        return False
+    if node.target in MATRICES:
+        return groups(node) == 1
+    return (
+        node.target is F.embedding
+        or (node.target in (torch.matmul, torch.mm) and _has_weight(node, 1))
+        or (node.target is torch.einsum and _einsum_dims(node) is not None)
+    )
 
 
-def _parts(node: fx.Node) -> tuple[Matrix, fx.Node, fx.Node, Any, int]:
-    """Kind, input, weight, bias and the channel dim of input and output."""
-    kind = MATRICES[node.target]
+def _has_weight(node: fx.Node, position: int) -> bool:
+    """Whether the operand is a matrix of the network, and the other an activation."""
+    weight = node.args[position] if len(node.args) > position else None
+    return isinstance(weight, fx.Node) and weight.op == "get_attr" and is_tensor(weight) and len(shape(weight)) == 2
+
+
+def _einsum_dims(node: fx.Node) -> tuple[int, int, int, int] | None:
+    """For a product of an activation with a weight matrix over one shared letter: the weight's dims of output and
+    input channels, the activation's dim of input channels, the result's dim of output channels."""
+    terms = einsum_terms(node)
+    if terms is None or len(terms) != 3 or not _has_weight(node, 2):
+        return None
+    x, weight, out = terms
+    rows = [letter for letter in weight if letter in x and letter not in out]
+    columns = [letter for letter in weight if letter in out and letter not in x]
+    if len(rows) != 1 or len(columns) != 1:
+        return None
+    return weight.index(columns[0]), weight.index(rows[0]), x.index(rows[0]), out.index(columns[0])
+
+
+def einsum_terms(node: fx.Node) -> list[str] | None:
+    """The letters of each operand and of the result; None where the equation has no arrow, dots, or a letter twice."""
+    equation = str(node.args[0]).replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    terms = [*equation.split("->")[0].split(","), equation.split("->")[1]]
+    return terms if all(len(set(term)) == len(term) for term in terms) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Input, weight and bias of a matrix operation, the weight's dims, and the channel dims of input and result."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: Any
+    columns: int
+    rows: int
+    inward: int
+    outward: int
+
+
+def _parts(node: fx.Node) -> _Parts:
+    if node.target is torch.einsum:
+        dims = _einsum_dims(node)
+        assert dims is not None  # `is_matrix` asked
+        return _Parts(node.args[1], node.args[2], None, *dims)  # type: ignore[arg-type]
+    kind = MATRICES.get(node.target, _PRODUCT)
     x, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
     if x is weight or not (is_tensor(x) and is_tensor(weight)):
         raise Declined("its weight is its input")
-    return kind, x, weight, bias, len(shape(x)) - kind.space - 1
+    dim = len(shape(x)) - kind.space - 1
+    return _Parts(x, weight, bias, kind.columns, kind.rows, dim, dim)
 
 
 def column(node: fx.Node, ask: Ask) -> Row:
     """Each rank computes its share of the output channels from the whole input."""
-    kind, x, weight, bias, dim = _parts(node)
-    pieces = even(shape(weight)[kind.columns], ask.tp)
-    needs: dict[fx.Node, Spread] = {weight: Sharded(kind.columns, pieces)}
-    if isinstance(bias, fx.Node):
-        needs[bias] = Sharded(0, pieces)
-    return row(node, Sharded(dim, pieces), needs, "column")
+    deal = ask.deals.get(node, Deal())
+    if node.target is F.embedding:
+        return _embedding(node, ask, deal)
+    parts = _parts(node)
+    pieces = deal.pieces(shape(parts.weight)[parts.columns], ask.tp)
+    needs: dict[fx.Node, Spread] = {parts.weight: Sharded(parts.columns, pieces)}
+    if isinstance(parts.bias, fx.Node):
+        needs[parts.bias] = Sharded(0, pieces)
+    return row(node, Sharded(parts.outward, pieces), needs, "column")
+
+
+def _embedding(node: fx.Node, ask: Ask, deal: Deal) -> Row:
+    """Each rank looks up its share of the features."""
+    ids, weight = node.args[0], node.args[1]
+    if argument(node, 3, "max_norm") is not None:
+        raise Declined("max_norm needs whole rows of it")
+    pieces = deal.pieces(shape(weight)[1], ask.tp)
+    return row(node, Sharded(len(shape(ids)), pieces), {weight: Sharded(1, pieces)}, "column")  # type: ignore[dict-item]
 
 
 def row_parallel(node: fx.Node, ask: Ask) -> Row:
     """Each rank computes what its share of the input channels adds to every output channel."""
-    kind, x, weight, _, dim = _parts(node)
-    lane = ask.lane(x)
-    if lane is not None and lane.dim != dim:
+    if node.target is F.embedding:
+        raise Declined("its rows are looked up, not summed")
+    parts = _parts(node)
+    lane = ask.lane(parts.x)
+    if lane is not None and lane.dim != parts.inward:
         raise Declined("its input is sharded in another dim than its channels")
-    pieces = lane.pieces if lane else even(shape(weight)[kind.rows], ask.tp)
-    needs: dict[fx.Node, Spread] = {x: Sharded(dim, pieces), weight: Sharded(kind.rows, pieces)}
+    pieces = lane.pieces if lane else even(shape(parts.weight)[parts.rows], ask.tp)
+    needs: dict[fx.Node, Spread] = {parts.x: Sharded(parts.inward, pieces), parts.weight: Sharded(parts.rows, pieces)}
     inputs = tuple(needs.get(n, R) for n in node.all_input_nodes)
     return Row("row", Partial(), inputs)
 
 
+def data_of(node: fx.Node) -> Any:
+    """The activation that a matrix operation reads."""
+    return node.args[1] if node.target is torch.einsum else argument(node, 0, "input")
+
+
+def weight_of(node: fx.Node) -> Any:
+    """The weight that a matrix operation reads."""
+    return node.args[2] if node.target is torch.einsum else argument(node, 1, "weight")
+
+
 def grouped(node: fx.Node, ask: Ask) -> Row:
     """A grouped or depthwise convolution, cut at group borders."""
-    kind, x, weight, bias, dim = _parts(node)
+    parts, kind = _parts(node), MATRICES[node.target]
+    x, weight, bias, dim = parts.x, parts.weight, parts.bias, parts.inward
     lane, count = ask.need(x), groups(node)
     if lane.dim != dim:
         raise Declined("its input is sharded in another dim than its channels")

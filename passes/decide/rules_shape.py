@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import fx
@@ -12,12 +13,15 @@ from snnpart.facts import Pieces, Sharded, Spread, Value
 from snnpart.passes.decide.rules import (
     Ask,
     Declined,
+    Misdealt,
     Row,
     argument,
     divided,
     even,
+    extent,
     first_lane,
     is_tensor,
+    of_section,
     results,
     row,
     scaled,
@@ -60,10 +64,20 @@ def _regroup(lane: Sharded, before: Sequence[int], after: Sequence[int], source:
     for dim in source:
         inner *= before[dim] if dim > lane.dim else 1
     dim = next(dim for dim in target if after[dim] != 1)
-    rest = 1
-    for later in target:
-        rest *= after[later] if later > dim else 1
-    return Sharded(dim, divided(scaled(lane.pieces, inner), rest, "blocks"))
+    rest = prod(after[later] for later in target if later > dim)
+    pieces = scaled(lane.pieces, inner)
+    inward = [later for later in target if later > dim and after[later] != 1]
+    if inward and (own := _one_section(pieces, after[dim])) is not None:
+        dim, rest, pieces = inward[0], rest // after[inward[0]], own
+    return Sharded(dim, divided(pieces, rest, "blocks"))
+
+
+def _one_section(pieces: tuple[Pieces, ...], sections: int) -> tuple[Pieces, ...] | None:
+    """What the ranks hold of one of several sections (query, key, value), where it is the same in each."""
+    try:
+        return of_section(pieces, sections)
+    except Declined:
+        return None
 
 
 def permute(node: fx.Node, ask: Ask) -> Row:
@@ -156,7 +170,10 @@ def getitem(node: fx.Node, ask: Ask) -> Row:
     lane = ask.need(source)
     if not is_tensor(source):
         return row(node, lane, {source: lane})  # type: ignore[dict-item]
-    out = _result_dim(index, len(shape(source)), lane.dim)
+    try:
+        out = _result_dim(index, len(shape(source)), lane.dim)
+    except Declined as reason:
+        raise Misdealt(str(reason), extent(lane.pieces), sections=extent(lane.pieces)) from None
     return row(node, Sharded(out, lane.pieces), {source: lane})  # type: ignore[dict-item]
 
 
@@ -223,12 +240,24 @@ def select(node: fx.Node, ask: Ask) -> Row:
     lane = ask.need(x)
     dim = argument(node, 1, "dim", 0) % len(shape(x))
     if dim == lane.dim:
-        raise Declined("it takes the sharded dim apart")
+        raise Misdealt("it takes the sharded dim apart", extent(lane.pieces), sections=extent(lane.pieces))
     return row(node, Sharded(lane.dim - (dim < lane.dim), lane.pieces), {x: lane})
 
 
+def sections(node: fx.Node, ask: Ask) -> Row:
+    """chunk and split: along the sharded dim into equal parts of which each rank holds the same channels."""
+    x = node.args[0]
+    lane, size = ask.need(x), shape(x)
+    if argument(node, 2, "dim", 0) % len(size) != lane.dim:
+        return row(node, lane, {x: lane})  # type: ignore[dict-item]
+    parts = {value.shape[lane.dim] for value in results(node)}
+    if len(parts) != 1:
+        raise Declined("it splits the sharded dim into unequal parts")
+    return row(node, Sharded(lane.dim, of_section(lane.pieces, size[lane.dim] // parts.pop())), {x: lane})  # type: ignore[dict-item]
+
+
 def along(node: fx.Node, ask: Ask, position: int, name: str = "dim", default: Any = None) -> Row:
-    """Operations that work along one dim and keep it: narrow, split, chunk, softmax, cumsum, flip, index_select."""
+    """Operations that work along one dim and keep it: narrow, softmax, cumsum, flip, index_select."""
     x = node.args[0]
     lane = ask.need(x)
     dims = argument(node, position, name, default)

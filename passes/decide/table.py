@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from snnpart import ops
+from snnpart.compat import WEIGHT_NORM
+from snnpart.effects import DRAWN
 from snnpart.ops_time import TIME_OPS, Loop
-from snnpart.passes.decide import rules_local, rules_matrix, rules_shape
+from snnpart.passes.decide import rules_local, rules_matrix, rules_norm, rules_shape
 from snnpart.passes.decide.parts import is_bundle
 from snnpart.passes.decide.rules import Ask, Declined, Row, Rule, checked
 from snnpart.passes.decide.rules_loop import loop_rule
@@ -42,6 +44,7 @@ def _function_rules() -> dict[Any, Rule]:
     for name, space in rules_local.POOLS.items():
         table.update(dict.fromkeys(rules_local.functions([name]), partial(rules_local.pool, space=space)))
     table.update(dict.fromkeys(rules_matrix.MATRICES, rules_matrix.grouped))
+    table.update(dict.fromkeys(rules_local.functions(DRAWN), rules_local.drawn))
     table.update(dict.fromkeys(rules_local.functions(_REDUCTIONS), rules_shape.reduce))
     table.update({F.interpolate: rules_local.resize, F.pad: rules_local.pad})
     table.update(dict.fromkeys((ops.batch_norm, ops.batch_norm_copies, *TIME_OPS), rules_local.batch_norm))
@@ -66,8 +69,25 @@ def _function_rules() -> dict[Any, Rule]:
     table.update({f: partial(rules_shape.along, position=1) for f in (torch.softmax, torch.log_softmax, torch.cumsum)})
     table.update({f: partial(rules_shape.along, position=1) for f in (torch.narrow, torch.index_select)})
     table[torch.flip] = partial(rules_shape.along, position=1, name="dims")
-    table.update({f: partial(rules_shape.along, position=2, default=0) for f in (torch.split, torch.chunk)})
+    table.update(dict.fromkeys((torch.split, torch.chunk), rules_shape.sections))
+    table.update(_norm_rules())
     return table
+
+
+def _norm_rules() -> dict[Any, Rule]:
+    both = rules_local.functions
+    return {
+        **dict.fromkeys(both(["layer_norm", "rms_norm"]), rules_norm.layer_norm),
+        **dict.fromkeys(both(["group_norm"]), rules_norm.group_norm),
+        **dict.fromkeys(both(["instance_norm"]), rules_norm.instance_norm),
+        **dict.fromkeys(both(["prelu"]), rules_norm.prelu),
+        **dict.fromkeys(both(["pixel_shuffle"]), partial(rules_norm.shuffle, up=True)),
+        **dict.fromkeys(both(["pixel_unshuffle"]), partial(rules_norm.shuffle, up=False)),
+        F.normalize: rules_norm.normalize,
+        F.scaled_dot_product_attention: rules_norm.attention,
+        torch.einsum: rules_norm.einsum,
+        WEIGHT_NORM: rules_norm.weight_norm,
+    }
 
 
 FUNCTIONS: Mapping[Any, Rule] = _function_rules()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from snnpart import facts
@@ -60,6 +61,22 @@ def _expand(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
     return (node.args[0], *_with(node.args[1:], spread.dim, spread.size(rank))), dict(node.kwargs)
 
 
+def _split(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
+    """Sizes of the parts, where they are parts of the sharded dim."""
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    sizes: Any = node.args[1]
+    if dim % len(facts.need(node.all_input_nodes[0], Value).shape) != spread.dim:
+        return node.args, dict(node.kwargs)
+    local = spread.size(rank)
+    return (node.args[0], local if isinstance(sizes, int) else [local] * len(sizes), *node.args[2:]), dict(node.kwargs)
+
+
+def _group_norm(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
+    count: Any = node.args[1]
+    whole = facts.need(node.all_input_nodes[0], Value).shape[1]
+    return (node.args[0], spread.size(rank) * count // whole, *node.args[2:]), dict(node.kwargs)
+
+
 def _with(sizes: Any, dim: int, local: int) -> tuple[Any, ...]:
     """The sizes with entry `dim` local; entries outside the tuple, -1 and sizes that a node gives stay."""
     own = list(sizes)
@@ -71,5 +88,8 @@ def _with(sizes: Any, dim: int, local: int) -> tuple[Any, ...]:
 _SIZES: Mapping[Any, Callable[[fx.Node, Sharded, int], Arguments]] = {
     torch.reshape: _reshape,
     torch.unflatten: _unflatten,
+    torch.split: _split,
+    torch.group_norm: _group_norm,
+    F.group_norm: _group_norm,
 }
 _METHODS: Mapping[str, Callable[[fx.Node, Sharded, int], Arguments]] = {"expand": _expand}

@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 
 from snnpart import facts, ops
 from snnpart.costs import MachineProfile
+from snnpart.effects import is_random
 from snnpart.facts import Cost, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
@@ -58,7 +59,12 @@ def shard_for_rank(graph: SpikeGraph, tp: int, rank: int, profile: MachineProfil
 
 
 def twin(graph: SpikeGraph, rank: int) -> int:
-    """The first tp rank whose shares all have the sizes of `rank`'s: the two run the same graph on other slices."""
+    """The first tp rank whose shares all have the sizes of `rank`'s: the two run the same graph on other slices.
+
+    A graph that keeps part of a random mask is the rank's alone.
+    """
+    if any(is_random(node) and isinstance(facts.need(node, Placement).output, Sharded) for node in graph.graph.nodes):
+        return rank
     spreads = {
         spread
         for node in graph.graph.nodes
@@ -140,6 +146,8 @@ class _Rewrite:
         }
         if isinstance(placement.output, Partial):
             return self._summed(node, inputs)
+        if is_random(node) and isinstance(placement.output, Sharded):
+            return self._drawn(node, placement.output, inputs)
         args, kwargs = local_arguments(node, placement, self.options.rank)
         new = self.graph.create_node(
             node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
@@ -147,11 +155,23 @@ class _Rewrite:
         self._describe(new, node, placement.output, split=placement != _whole(placement))
         return new
 
+    def _drawn(self, node: fx.Node, spread: Sharded, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The rank's part of a mask or noise that every rank draws whole."""
+        name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+        whole = facts.need(node, Value).shape[spread.dim]
+        given = (name, spread.dim, whole, spread.pieces[self.options.rank], node.args[1:], dict(node.kwargs))
+        new = self.graph.call_function(ops.drawn_slice, (inputs[node.args[0]], *map_arg(given, inputs.__getitem__)))  # type: ignore[index, misc]
+        self._describe(new, node, spread, split=True)
+        return new
+
     def _summed(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
         """A row-sharded layer without its bias, the sum over ranks, and the bias."""
-        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        args = tuple(None if i == 2 else arg for i, arg in enumerate(node.args))
+        given: list[Any] = list(node.args)
         kwargs = {name: None if name == "bias" else value for name, value in node.kwargs.items()}
+        bias = node.kwargs.get("bias")
+        if node.target is not torch.einsum and len(given) > 2:
+            bias, given[2] = given[2], None
+        args = tuple(given)
         part = self.graph.create_node(
             node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
         )

@@ -112,7 +112,7 @@ def test_what_stays_replicated_is_noted_with_the_reason() -> None:
     program = compiled(
         module, (torch.randn(5, 4, dtype=torch.float64),), tp=2, pinned=Plan(tp=2, shards={"0": "column"})
     )
-    assert "layer_norm is not in the sharding table" in program.source.notes["replicated 1"]
+    assert "it normalises over the sharded dim" in program.source.notes["replicated 1"]
     assert "module '1'" in program.source.notes["replicated 1"]
 
 

@@ -105,7 +105,7 @@ def test_numbers_that_count_channels_are_local() -> None:
     module, inputs = Shapes().double(), (torch.randn(2, 1, 4, 4, dtype=torch.float64),)
     program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"conv": "column"}))
     for rank, channels in enumerate((4, 3)):
-        by_target = {node.target: node for node in _nodes(program, rank)}
+        by_target = {node.target: node for node in reversed(_nodes(program, rank))}
         assert by_target[torch.reshape].args[1][1] == 2 * channels  # type: ignore[index]
         assert by_target[torch.unflatten].args[2] == (channels, 2)
         assert by_target["expand"].args[1][2] == channels  # type: ignore[index]

@@ -1,0 +1,248 @@
+"""Norms, attention, embeddings, random masks, computed weights: sharded as the table says, equal to one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from snnpart import facts, ops, simulate
+from snnpart.facts import Placement, Sharded
+from snnpart.plan import Plan
+from snnpart.program import CompiledProgram
+from tests.lowering import assert_parity, compiled, fire
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Layers by name, and how they are used."""
+
+    def __init__(self, forward: Forward, **layers: Any) -> None:
+        super().__init__()
+        self._forward = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+def _image(channels: int, forward: Forward, **layers: Any) -> tuple[nn.Module, tuple[Tensor, ...], str]:
+    net = Net(forward, conv=nn.Conv2d(2, channels, 3, padding=1), **layers)
+    return net.double(), (torch.randn(4, 2, 6, 6, dtype=torch.float64),), "conv"
+
+
+def _tokens(width: int, forward: Forward, **layers: Any) -> tuple[nn.Module, tuple[Tensor, ...], str]:
+    net = Net(forward, proj=nn.Linear(6, width), **layers)
+    return net.double(), (torch.randn(4, 5, 6, dtype=torch.float64),), "proj"
+
+
+def _heads(y: Tensor, heads: int) -> Tensor:
+    return y.reshape(y.shape[0], 5, heads, -1).transpose(1, 2)
+
+
+def _fused(m: Any, x: Tensor) -> Tensor:
+    qkv = m.proj(x).reshape(x.shape[0], 5, 3, 6, 2).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv[0], qkv[1], qkv[2]
+    return m.out(((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).reshape(x.shape[0], 5, 12))
+
+
+def _spiking(m: Any, x: Tensor) -> Tensor:
+    """Spiking attention without softmax, q, k and v from one convolution."""
+    q, k, v = (fire(y.flatten(2).reshape(x.shape[0], 6, 2, 36)) for y in m.norm(m.conv(x)).chunk(3, 1))
+    return m.out((v @ (k.transpose(2, 3) @ q) * 0.1).reshape(x.shape[0], 12, 6, 6))
+
+
+FOLLOW: Mapping[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], str]]] = {
+    "group norm": lambda: _image(12, lambda m, x: m.norm(m.conv(x)), norm=nn.GroupNorm(6, 12)),
+    "instance norm": lambda: _image(7, lambda m, x: m.norm(m.conv(x)), norm=nn.InstanceNorm2d(7, affine=True)),
+    "layer norm of rows": lambda: _image(7, lambda m, x: m.norm(m.conv(x)), norm=nn.LayerNorm(6)),
+    "rms norm of rows": lambda: _image(7, lambda m, x: m.norm(m.conv(x)), norm=nn.RMSNorm((6, 6))),
+    "normalize": lambda: _image(7, lambda m, x: F.normalize(m.conv(x), dim=2)),
+    "prelu": lambda: _image(7, lambda m, x: m.slope(m.conv(x)), slope=nn.PReLU(7)),
+    "pixel shuffle": lambda: _image(16, lambda m, x: F.pixel_shuffle(m.conv(x), 2) ** 2),
+    "pixel unshuffle": lambda: _image(7, lambda m, x: F.pixel_unshuffle(m.conv(x), 2) ** 2),
+    "upsample": lambda: _image(7, lambda m, x: m.up(m.conv(x)) ** 2, up=nn.Upsample(scale_factor=2, mode="bilinear")),
+    "chunk": lambda: _image(12, lambda m, x: torch.mul(*m.conv(x).chunk(2, 1))),
+    "split": lambda: _image(12, lambda m, x: torch.mul(*m.conv(x).split([6, 6], 1))),
+    "groups over uneven ranks": lambda: _image(
+        8, lambda m, x: m.depth(m.conv(x)), depth=nn.Conv2d(8, 12, 3, padding=1, groups=4)
+    ),
+    "spiking attention, fused": lambda: _image(
+        36, _spiking, norm=nn.BatchNorm2d(36), out=nn.Conv2d(12, 4, 1)
+    ),
+    "attention, fused": lambda: _tokens(36, _fused, out=nn.Linear(12, 6)),
+    "attention, torch": lambda: _tokens(
+        12, lambda m, x: F.scaled_dot_product_attention(*(_heads(m.proj(x), 4) * s for s in (1, 2, 3)))
+    ),
+    "heads of a head size": lambda: _tokens(20, lambda m, x: _heads(m.proj(x), 4).softmax(-1)),
+    "einsum of heads": lambda: _tokens(
+        12, lambda m, x: torch.einsum("bhtd,bhsd->bhts", _heads(m.proj(x), 3), _heads(m.proj(x), 3).tanh())
+    ),
+    "einsum with a table": lambda: _tokens(
+        6, lambda m, x: torch.einsum("btc,tc->btc", m.proj(x), m.table), table=nn.Parameter(torch.randn(5, 6))
+    ),
+    "row product": lambda: _tokens(6, lambda m, x: m.proj(x) @ m.w, w=nn.Parameter(torch.randn(6, 3))),
+    "row einsum": lambda: _tokens(
+        6, lambda m, x: torch.einsum("btc,dc->btd", m.proj(x), m.w), w=nn.Parameter(torch.randn(3, 6))
+    ),
+}  # fmt: skip
+
+
+def _placed(program: CompiledProgram, name: str) -> Placement:
+    return facts.need(next(n for n in program.source.graph.nodes if n.name == name), Placement)
+
+
+def _notes(program: CompiledProgram) -> dict[str, str]:
+    return {key: text for key, text in program.source.notes.items() if key.startswith("replicated")}
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", sorted(FOLLOW))
+def test_it_is_sharded_and_equal(name: str, tp: int) -> None:
+    torch.manual_seed(0)
+    module, inputs, path = FOLLOW[name]()
+    program = compiled(module, inputs, tp=tp, pinned=Plan(tp=tp, shards={path: "column"}), out_dims=0)
+    assert program.plan.shards[path] == "column"
+    assert not _notes(program), program.source.notes
+    assert_parity(module, inputs, program)
+
+
+DECLINE: Mapping[str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...], str]], str]] = {
+    "layer norm": (lambda: _tokens(8, lambda m, x: m.n(m.proj(x)), n=nn.LayerNorm(8)), "normalises over the sharded"),
+    "normalize": (lambda: _image(8, lambda m, x: F.normalize(m.conv(x))), "normalises over the sharded dim"),
+    "group norm": (lambda: _image(4, lambda m, x: m.n(m.conv(x)), n=nn.GroupNorm(1, 4)), "borders of groups"),
+    "einsum": (lambda: _tokens(8, lambda m, x: torch.einsum("btc->bt", m.proj(x))), "sums over the sharded dim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DECLINE))
+def test_it_declines_with_a_reason(name: str) -> None:
+    build, reason = DECLINE[name]
+    module, inputs, path = build()
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={path: "column"}), out_dims=0)
+    assert any(reason in text for text in _notes(program).values()), program.source.notes
+    assert_parity(module, inputs, program)
+
+
+class Tied(nn.Module):
+    """A language model with the embedding as its head (case A25): [N, 6] tokens of 7 -> [N, 6, 7]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.l = nn.Embedding(7, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.emb(tokens)
+        return self.head(fire(self.l(x)) + x)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_tied_head_takes_the_slices_of_its_embedding(tp: int) -> None:
+    """Case A25: both ends add to one gradient, held once."""
+    module, inputs = Tied().double(), (torch.arange(24).reshape(4, 6) % 7,)
+    program = compiled(module, inputs, tp=tp, pinned=Plan(tp=tp, shards={"emb": "column"}))
+    table = [t for t in program.stage(0, 0).tensors if t.name in ("emb.weight", "head.weight")]
+    assert [(t.dim, t.shape) for t in table] == [(1, (7, 5 // tp + (5 % tp > 0)))]
+    assert_parity(module, inputs, program)
+
+
+def test_weights_behind_a_parametrization_are_cut_too() -> None:
+    module = nn.Sequential(weight_norm(nn.Conv2d(2, 7, 3)), nn.ReLU(), nn.Conv2d(7, 3, 1)).double()
+    inputs = (torch.randn(4, 2, 6, 6, dtype=torch.float64),)
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"0": "column", "2": "row"}))
+    cut = {t.name: t.shape for t in program.stage(0, 1).tensors if t.dim is not None}
+    assert sorted(shape[0] for name, shape in cut.items() if name.startswith("0.")) == [3, 3, 3], cut
+    assert_parity(module, inputs, program)
+
+
+def test_a_standardised_weight_is_cut_where_it_is_read() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        w = m.conv.weight
+        return F.conv2d(x, (w - w.mean((1, 2, 3), keepdim=True)) * m.gain, m.conv.bias)
+
+    module = Net(forward, conv=nn.Conv2d(2, 7, 3), gain=nn.Parameter(torch.tensor(0.7))).double()
+    inputs = (torch.randn(4, 2, 6, 6, dtype=torch.float64),)
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"conv": "column"}))
+    shapes = {t.name: t.shape for t in program.stage(0, 1).tensors}
+    assert shapes["conv.weight"] == (3, 2, 3, 3) and shapes["gain"] == ()
+    assert_parity(module, inputs, program)
+
+
+DROPS: Mapping[str, Forward] = {
+    "dropout": lambda m, x: F.dropout(m.proj(x), 0.5),
+    "module": lambda m, x: m.drop(m.proj(x)),
+    "mask by hand": lambda m, x: m.proj(x) * F.dropout(torch.ones_like(m.proj(x)), 0.5),
+    "noise": lambda m, x: m.proj(x) + torch.randn_like(m.proj(x)),
+    "channels": lambda m, x: F.dropout1d(m.proj(x).transpose(1, 2), 0.5),
+}
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", sorted(DROPS))
+def test_masks_are_those_of_one_process(name: str, tp: int) -> None:
+    """Case A15: from one seed the mask is bit-equal for every tp, whether the value is sharded or whole."""
+    module = Net(DROPS[name], proj=nn.Linear(6, 7), drop=nn.Dropout(0.4)).double()
+    inputs = (torch.randn(4, 5, 6, dtype=torch.float64),)
+    for rule in ("column", "replicate"):
+        program = compiled(module, inputs, tp=tp, pinned=Plan(tp=tp, shards={"proj": rule}))
+        drawn = [n for n in program.stage(0, 0).graph.nodes if n.target is ops.drawn_slice]
+        assert bool(drawn) == (rule == "column"), program.source.notes
+        torch.manual_seed(5)
+        want = module(*inputs)
+        torch.manual_seed(5)
+        got = simulate.run(program, inputs, training=True).outputs[0]
+        assert float((want - got).detach().abs().max()) < 1e-12
+        assert sorted(set((want == 0).flatten().tolist())) == ([False] if name == "noise" else [False, True])
+
+
+def test_a_recurrent_neuron_stays_whole_with_the_reason() -> None:
+    snntorch = pytest.importorskip("snntorch")
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inward = nn.Linear(6, 7)
+            self.neuron = snntorch.RLeaky(beta=0.8, linear_features=7, init_hidden=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            spikes, membrane = self.neuron.init_rleaky()
+            for _ in range(3):
+                spikes, membrane = self.neuron(self.inward(x), spikes, membrane)
+            return membrane
+
+    module, inputs = Recurrent(), (torch.randn(4, 6),)
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"inward": "column"}))
+    assert "RLeaky mixes channels, or is not known to keep them apart" in program.source.notes["replicated neuron"]
+    torch.testing.assert_close(simulate.run(program, inputs, training=True).outputs[0], module(*inputs))
+
+
+def test_spiking_norms_of_a_framework_are_cut_with_the_channels() -> None:
+    layers = pytest.importorskip("spikingjelly.activation_based.layer")
+    norms = [
+        layers.BatchNorm2d(7, step_mode="m"),
+        layers.SeqToANNContainer(nn.BatchNorm2d(7)),
+        layers.ThresholdDependentBatchNorm2d(alpha=1.0, v_th=0.5, num_features=7),
+        layers.TemporalEffectiveBatchNorm2d(T=3, num_features=7),
+    ]
+    for norm in norms:
+        norm.step_mode = "m"
+        module = nn.Sequential(layers.Conv2d(2, 7, 3, step_mode="m"), norm).double()
+        inputs = (torch.randn(3, 4, 2, 6, 6, dtype=torch.float64),)
+        options = {"in_dims": 1, "time_dims": 0}
+        program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"0": "column"}), **options)
+        held = [t for t in program.stage(0, 1).tensors if t.name.startswith("1.") and t.global_shape == (7,)]
+        assert held and all(t.shape == (3,) for t in held), type(norm).__name__
+        assert_parity(module, inputs, program, in_dim=1)
+        assert isinstance(
+            _placed(program, program.source.graph.find_nodes(op="call_function", target=torch.conv2d)[0].name).output,
+            Sharded,
+        )
