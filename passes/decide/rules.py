@@ -229,6 +229,8 @@ def results(node: fx.Node) -> Iterator[Value]:
 def _flat(items: Any) -> Iterator[Value]:
     if isinstance(items, Value):
         yield items
+    elif isinstance(items, Values):
+        yield from _flat(items.items)
     elif isinstance(items, (tuple, list)):
         for item in items:
             yield from _flat(item)

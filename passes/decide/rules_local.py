@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -186,6 +187,9 @@ def leaf(node: fx.Node, ask: Ask) -> Row:
             f"{type(module).__name__} has its channels in dim {channels}, its input is sharded in dim {lane.dim}"
         )
     full = shape(source)[lane.dim]
+    taken = [result for user in node.users if user.target is operator.getitem for result in results(user)]
+    if any(len(result.shape) <= lane.dim or result.shape[lane.dim] != full for result in taken):
+        raise Declined("its state, which the network uses, has its channels in another dim than its output")
     needs: dict[fx.Node, Spread] = {}
     for operand in node.all_input_nodes:
         if not is_tensor(operand):

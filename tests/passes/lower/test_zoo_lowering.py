@@ -94,3 +94,26 @@ def test_a_learned_scalar_of_a_sharded_neuron_layer_sums_its_gradient_over_ranks
     }
     learned = {t.name for t in program.stage(0, 0).tensors if t.partial_gradient}
     assert sharded and learned == {f"{path}.w" for path in sharded}
+
+
+def test_a_neuron_layer_whose_final_state_is_an_output() -> None:
+    """Norse's layers over time return their state without the time dim: its channels lie in another dim."""
+    norse = pytest.importorskip("norse.torch")
+
+    class Stateful(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
+            self.net = norse.SequentialState(norse.Lift(layers[0]), norse.LIF(), norse.Lift(layers[1]), norse.LI())
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x * 20)
+
+    torch.manual_seed(0)
+    module, inputs = Stateful().double(), (torch.randn(5, 4, 6, dtype=torch.float64),)
+    program = compiled(module, inputs, tp=2, pp=2, in_dims=1)
+    got = simulate.run(program, inputs, training=True)
+    want = [t for t in pytree.tree_leaves(module(*inputs)) if isinstance(t, Tensor)]
+    assert len(want) == len(got.outputs) == 5
+    for a, b in zip(want, got.outputs):
+        assert torch.allclose(a, b, atol=1e-9)
