@@ -38,6 +38,7 @@ from snnpart.passes.rewrite.fold_time.sequential import emit_loop
 from snnpart.passes.rewrite.fold_time.steps import Steps
 
 _ROUNDS = 64
+_LOOPS = 8
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,30 @@ class FoldTime:
     tier: ClassVar[Literal["exact", "reassociates"]] = "reassociates"
 
     def run(self, graph: SpikeGraph) -> None:
-        steps = steps_of.find(graph)
-        if steps is None:
-            return
-        columns, parts = _arrange(graph, steps)
-        if not columns.columns:
-            graph.notes[PASS] = _note(columns, parts)
-            return
+        notes: list[str] = []
+        for _ in range(_LOOPS):
+            steps, size = steps_of.find(graph), len(graph.graph.nodes)
+            if steps is None:
+                break
+            note = _fold(graph, steps)
+            if len(graph.graph.nodes) >= size and notes:
+                break
+            notes.append(note)
+        if notes:
+            graph.notes[PASS] = "\n".join(notes)
+
+
+def _fold(graph: SpikeGraph, steps: Steps) -> str:
+    """Fold one loop; what was done."""
+    columns, parts = _arrange(graph, steps)
+    if columns.columns:
         emitter = Emitter(graph.graph, columns)
         for part in parts:
             _emit(emitter, part)
         _take_all_steps(graph, parts)
         sweep(emitter.graph)
         graph.graph = emitter.graph
-        graph.notes[PASS] = _note(columns, parts)
+    return _note(columns, parts)
 
 
 def _arrange(graph: SpikeGraph, steps: Steps) -> tuple[Columns, list[Part]]:

@@ -31,7 +31,7 @@ MODEL = 1
 """The step that the others are compared with."""
 
 Path = tuple[Any, ...]
-_ROUNDS = 64
+_ROUNDS = 256
 
 
 @dataclass(eq=False)
@@ -138,16 +138,22 @@ class _Match:
                 self.waiting[_key(node)].append(column)
 
     def run(self) -> dict[fx.Node, str]:
-        """Fill the columns; returns those to dissolve (by their model) with the reason."""
+        """Fill the columns; returns those to dissolve (by their model) with the reason.
+
+        What fails together with an operand is given another round: it may take what its operand becomes.
+        """
         for step in (t for t in range(self.steps.count) if t != MODEL):
             self._sort_all_in(step)
         self._name_carried()
         failed: dict[fx.Node, str] = {}
+        follows: set[fx.Node] = set()
         for column in self.columns:
             why = self._carries_badly(column) or self._incomplete(column)
+            if why and not failed.keys().isdisjoint(column.model.all_input_nodes):
+                follows.add(column.model)
             if why:
                 failed[column.model] = why
-        return failed
+        return {node: why for node, why in failed.items() if node not in follows}
 
     def _enter(self, node: fx.Node, column: Column, step: int) -> None:
         column.nodes[step] = node

@@ -138,7 +138,7 @@ class Emitter:
             return folded.once if folded.once is not None else folded
         key = (column, path)
         if key not in self.gathered:
-            items = [self.value(dict(slots(one))[path]) for one in column.nodes if one is not None]
+            items = [self.value(dict(slots(one or column.model))[path]) for one in column.nodes]
             value = facts.need(node, Value)
             stacked = self.add(torch.stack, (items, 0), over_steps(value, self.steps), node)
             self.gathered[key] = Folded(value, stacked=stacked)
@@ -147,6 +147,12 @@ class Emitter:
     def _all_steps(self, column: Column, path: Path, node: fx.Node) -> Folded:
         found = self.operand(column, path, node)
         return Folded(facts.need(node, Value), once=found) if isinstance(found, fx.Node) else found
+
+    def _to_spread(self, column: Column) -> Path | None:
+        """The operand to repeat over the steps where none varies: a draw is another one at every step."""
+        operands = list(inputs_of(column.model))
+        varies = any(isinstance(self.operand(column, path, node), Folded) for path, node in operands)
+        return None if varies or not operands else operands[0][0]
 
     # parts
 
@@ -167,10 +173,12 @@ class Emitter:
         """One call on T times the samples."""
         model = column.model
 
+        spread = self._to_spread(column)
+
         def change(path: Path, value: Any) -> Any:
             if not isinstance(value, fx.Node):
                 return value
-            found = self.operand(column, path, value)
+            found = self._all_steps(column, path, value) if path == spread else self.operand(column, path, value)
             return self.merge(found, model) if isinstance(found, Folded) else found
 
         args, kwargs = rebuild(model, change)
@@ -184,10 +192,12 @@ class Emitter:
         """One element-wise call with the steps in front; operands with fewer dims get ones behind the steps."""
         model, value = column.model, facts.need(column.model, Value)
 
+        spread = self._to_spread(column)
+
         def change(path: Path, item: Any) -> Any:
             if not isinstance(item, fx.Node):
                 return item
-            found = self.operand(column, path, item)
+            found = self._all_steps(column, path, item) if path == spread else self.operand(column, path, item)
             return self._aligned(found, len(value.shape), model) if isinstance(found, Folded) else found
 
         args, kwargs = rebuild(model, change)
