@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from snnpart import compat
+from snnpart import compat, schedules
 from snnpart.errors import LaunchError
+from snnpart.plan import Plan
 from snnpart.runtime.collectives import Axis
 from snnpart.runtime.stage import Stage
 
@@ -44,6 +45,9 @@ class Alone:
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
         """Backward of one microbatch; `last` when no other follows in this step."""
         torch.autograd.backward(list(roots), list(grads))
+
+    def hold(self) -> None:
+        """Called before any backward that is made without `backward`: nothing may be reduced by it."""
 
     def finish(self) -> None:
         """After the last backward: all gradients are the mean over dp."""
@@ -77,7 +81,7 @@ class Ddp(Alone):
         if self._ddp is not None and not compat.ddp_finished(self._ddp):
             raise LaunchError(
                 "the loss of this step does not reach every parameter that the first step's loss reached",
-                where=f"stage {self.stage.index}",
+                where=self.stage.place,
                 fix="use the same outputs in every loss, or launch again when the loss changes",
             )
         average([p.grad for p in self._left_out or () if p.grad is not None], self.axis)
@@ -98,6 +102,17 @@ class Ddp(Alone):
         return self._ddp
 
 
+class Once(Alone):
+    """Gradients averaged by one all-reduce for each dtype after the last backward.
+
+    For ranks with several stages, where no backward of a step reaches all parameters, and for backward in halves,
+    which does not fire DDP's hooks.
+    """
+
+    def finish(self) -> None:
+        average([p.grad for p in self.stage.module.parameters() if p.grad is not None], self.axis)
+
+
 class Fsdp2(Alone):
     """Parameters, gradients and optimizer state in shards over dp, by `fully_shard`."""
 
@@ -116,11 +131,14 @@ class Fsdp2(Alone):
         module: nn.Module = self.stage.module
         return module if isinstance(module, FSDPModule) else None
 
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
+    def hold(self) -> None:
         if (module := self._module) is not None:
             module.set_is_last_backward(False)
             module.set_reshard_after_backward(False)
             module.set_requires_gradient_sync(False)
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
+        self.hold()
         super().backward(roots, grads, last)
 
     def finish(self) -> None:
@@ -133,11 +151,13 @@ class Fsdp2(Alone):
             self._module.reshard()
 
 
-def data_parallel(kind: str, stage: Stage, axis: Axis) -> Alone:
+def data_parallel(plan: Plan, stage: Stage, axis: Axis) -> Alone:
     """The form of data parallelism that the plan asks for; none where the axis has one rank."""
     if axis.size == 1:
         return Alone(stage, axis)
-    return {"ddp": Ddp, "fsdp2": Fsdp2}[kind](stage, axis)
+    if plan.dp == "ddp" and (plan.stages_per_rank > 1 or (plan.pp > 1 and schedules.KINDS[plan.schedule].splits)):
+        return Once(stage, axis)
+    return {"ddp": Ddp, "fsdp2": Fsdp2}[plan.dp](stage, axis)
 
 
 def average(tensors: Iterable[Tensor], axis: Axis) -> None:

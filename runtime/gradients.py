@@ -61,7 +61,7 @@ def clip(stage: Stage, ranks: Ranks, limit: float) -> float:
     for name, grad, counts in _gradients(stage, ranks):
         square = float(grad.to(torch.float64).square().sum()) if grad.numel() else 0.0
         if square - square:  # NaN for NaN and Inf, 0 for every number
-            bad.append(f"'{name}' (stage {stage.index})")
+            bad.append(f"'{name}' (stage {stage.stage_of[name]})")
         squares += square if counts else 0.0
     total, failures = ranks.sum([0.0 if bad else squares, len(bad)])
     if failures:

@@ -10,12 +10,11 @@ from torch import Tensor
 from snnpart.runtime.ranks import Ranks
 
 
-def share(outputs: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The last stage's flat outputs on every rank of the pipeline; the other stages give none. Collective over pp."""
+def share(outputs: Sequence[Tensor], ranks: Ranks, last: int) -> list[Tensor]:
+    """The last stage's flat outputs on every rank of the pipeline; `last` is its rank. Collective over pp."""
     axis = ranks.axes["pp"]
     if axis.group is None:
         return list(outputs)
-    last = axis.size - 1
     kinds = ranks.gather([(tuple(x.shape), x.dtype) for x in outputs], axis)[last]
     if axis.index == last:
         shared = [x.detach().contiguous() for x in outputs]

@@ -1,42 +1,41 @@
 """The pipeline executor: carries out a rank's actions, forward and backward of microbatches, in the order given.
 
-Torch's schedules give the order (`program.Action`); sending and receiving is done here, because a spiking network needs
-what torch's stages refuse: microbatches of different sizes, several outputs, views, values without a gradient, and
-values that only pass through a stage.
+Torch's schedules give the order (`program.Action`); sending and receiving is done here (`channels`), because a spiking
+network needs what torch's stages refuse: microbatches of different sizes, several outputs, views, values without a
+gradient, and values that only pass through a stage.
 
 Every message's shape is known to both sides beforehand, from the port's shape at the example batch and the microbatch's
-size. A value that carries no gradient has no message back. Messages arrive in the order of the receiver's actions; the
-next one is always posted already (`Inbox`), and what was sent is kept until it has left (`Outbox`).
+size. A value that carries no gradient has no message back. A batch with fewer samples than the plan has microbatches
+runs the actions of those it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from snnpart.errors import ConfigError, LaunchError
+from snnpart.plan import Plan
 from snnpart.program import Action, Port
-from snnpart.runtime.collectives import Axis
+from snnpart.runtime.channels import Channels, Message, Spec, message_of
 from snnpart.runtime.data_parallel import Alone
-from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks
+from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.split_backward import Halves
 from snnpart.runtime.stage import BoundStage, Stage
-
-Spec = tuple[str, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One microbatch: its size, its weight in the loss, the bound graph for its shapes, inputs and targets."""
+    """One microbatch: its size, weight in the loss, inputs, targets, and the bound graphs of this rank's stages."""
 
     size: int
     weight: float
-    bound: BoundStage
+    bound: Mapping[int, BoundStage]
     inputs: Sequence[Tensor]
     targets: Any = None
 
@@ -44,72 +43,19 @@ class Part:
         """The same microbatch with another weight."""
         return replace(self, weight=weight)
 
-    def specs(self, ports: Sequence[Port]) -> list[Spec]:
+    def specs(self, stage: int, ports: Sequence[Port]) -> list[Spec]:
         """Name, shape and dtype of the ports' values for this microbatch."""
-        return [(p.name, p.value.shape_at(self.size - self.bound.batch), p.value.dtype) for p in ports]
+        grown = self.size - self.bound[stage].batch
+        return [(p.name, p.value.shape_at(grown), p.value.dtype) for p in ports]
 
 
 @dataclass
 class _Flight:
-    """What a microbatch leaves between its forward and its backward."""
+    """What a microbatch leaves between its forward and its backward on a stage."""
 
     received: list[Tensor]
     outputs: list[Tensor]
-
-
-class Outbox:
-    """Sends to one neighbour; tensors are kept until they have left."""
-
-    def __init__(self, axis: Axis, index: int) -> None:
-        self._group, self._to = axis.group, axis.ranks[index]
-        self._leaving: list[tuple[Any, Tensor]] = []
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
-        for tensor in tensors:
-            if tensor.numel():
-                wire = tensor.detach().contiguous()
-                self._leaving.append((dist.isend(wire, self._to, group=self._group), wire))
-
-    def wait(self) -> None:
-        """Until everything has left."""
-        for work, _ in self._leaving:
-            work.wait()
-        self._leaving.clear()
-
-
-class Inbox:
-    """Receives messages from one neighbour in a known order; one more than is needed now is always posted."""
-
-    def __init__(
-        self, axis: Axis, index: int, messages: Sequence[tuple[int, Sequence[Spec]]], device: torch.device
-    ) -> None:
-        """`messages`: for every message to come its microbatch and the values it holds."""
-        self._group, self._source, self._device = axis.group, axis.ranks[index], device
-        self._coming = iter(messages)
-        self._posted: list[tuple[int, list[tuple[Any, Tensor]]]] = []
-
-    def take(self, microbatch: int) -> list[Tensor]:
-        """The values of the next message, which must be this microbatch's."""
-        while len(self._posted) < 2 and self._post():
-            pass
-        number, works = self._posted.pop(0)
-        if number != microbatch:
-            raise LaunchError(f"the schedule wants microbatch {microbatch}, microbatch {number} comes first")
-        for work, _ in works:
-            if work is not None:
-                work.wait()
-        return [tensor for _, tensor in works]
-
-    def _post(self) -> bool:
-        message = next(self._coming, None)
-        if message is None:
-            return False
-        number, specs = message
-        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype in specs]
-        works = [dist.irecv(t, self._source, group=self._group) if t.numel() else None for t in tensors]
-        self._posted.append((number, list(zip(works, tensors, strict=True))))
-        return True
+    halves: Halves | None = None
 
 
 @dataclass
@@ -120,67 +66,77 @@ class Pipeline:
     """
 
     ranks: Ranks
+    plan: Plan
     stage: Stage
     parallel: Alone
     parts: Sequence[Part]
     loss: Callable[[Sequence[Tensor], Part], Tensor] | None = None
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     total: float | Tensor = 0.0
-    _flights: dict[int, _Flight] = field(default_factory=dict)
+    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Carry out the actions. On the last stage `outputs` (forward only) or `total` (the loss) is then set."""
-        self._open(actions)
-        left = sum(action.kind == "B" for action in actions)
+    def run(self, schedule: Mapping[int, Sequence[Action]]) -> None:
+        """Carry out this rank's actions. On the last stage `outputs` (forward only) or `total` (the loss) is then set.
+
+        `schedule` has every pipeline rank's actions: what the others do says which messages come, and in which order.
+        """
+        wanted = "F" if self.loss is None else "FBIW"
+        cut = {
+            rank: [a for a in actions if a.microbatch < len(self.parts) and a.kind in wanted]
+            for rank, actions in schedule.items()
+        }
+        self._channels = Channels(self.ranks, self.plan, cut, self._specs)
+        actions = cut[self.ranks.axes["pp"].index]
+        left = sum(action.kind in "BW" for action in actions)
         for action in actions:
-            part = self.parts[action.microbatch]
-            if action.kind == "F":
-                self._forward(action.microbatch, part)
-            else:
-                left -= 1
-                self._backward(action.microbatch, part, last=left == 0)
-        for box in (self._to_next, self._to_previous):
-            if box is not None:
-                with self._at("sending", None):
-                    box.wait()
+            left -= action.kind in "BW"
+            self._carry_out(action, last=left == 0)
+        with self._at("sending", None):
+            self._channels.wait()
 
-    def _open(self, actions: Sequence[Action]) -> None:
-        """The four message channels that this stage has."""
-        forward, backward = self.ranks.axes[FORWARD], self.ranks.axes[BACKWARD]
-        at, device = forward.index, self.stage.device
-        comes = [(a.microbatch, self.parts[a.microbatch]) for a in actions if a.kind == "F"]
-        returns = [(a.microbatch, self.parts[a.microbatch]) for a in actions if a.kind == "B"]
-        first, last = at == 0, at == forward.size - 1
-        arriving = [(i, part.specs(part.bound.program.receives)) for i, part in comes]
-        returning = [(i, part.specs(_with_gradient(part.bound.program.sends))) for i, part in returns]
-        self._from_previous = None if first else Inbox(forward, at - 1, arriving, device)
-        self._from_next = None if last else Inbox(backward, at + 1, returning, device)
-        self._to_next = None if last else Outbox(forward, at + 1)
-        self._to_previous = None if first else Outbox(backward, at - 1)
-
-    def _forward(self, number: int, part: Part) -> None:
-        received = self._receive(number, part)
-        with self._at("forward", number):
-            outputs = list(self.stage.forward(part.bound, part.inputs, received, part.size))
-        if self._to_next is not None:
-            with self._at("sending activations", number):
-                _check_sent(outputs, part)
-                self._to_next.send(outputs)
-        elif self.loss is None:
-            self.outputs[number] = tuple(outputs)
+    def _carry_out(self, action: Action, last: bool) -> None:
+        if action.kind == "F":
+            self._forward(action)
+        elif action.kind == "B":
+            self._backward(action, last)
+        elif action.kind == "I":
+            self._backward_of_inputs(action)
         else:
-            with self._at("the loss", number):
+            self._backward_of_weights(action)
+
+    def _specs(self, message: Message) -> list[Spec]:
+        """What a message into this rank holds."""
+        part = self.parts[message.microbatch]
+        program = part.bound[message.stage].program
+        ports = program.receives if message.kind == "F" else _with_gradient(program.sends)
+        return part.specs(message.stage, ports)
+
+    def _forward(self, action: Action) -> None:
+        part = self.parts[action.microbatch]
+        bound = part.bound[action.stage]
+        received = self._receive(action, bound)
+        with self._at("forward", action):
+            outputs = list(self.stage.forward(bound, part.inputs, received, part.size))
+        message = message_of(action, self.plan.stage_count - 1)
+        if message is not None:
+            with self._at("sending activations", action):
+                _check_sent(outputs, part, action.stage)
+                self._channels.send(message, outputs)
+        elif self.loss is None:
+            self.outputs[action.microbatch] = tuple(outputs)
+        else:
+            with self._at("the loss", action):
                 outputs = [self._weighted_loss(outputs, part)]
         if self.loss is not None:
-            self._flights[number] = _Flight(received, outputs)
+            self._flights[action.stage, action.microbatch] = _Flight(received, outputs)
 
-    def _receive(self, number: int, part: Part) -> list[Tensor]:
-        if self._from_previous is None:
+    def _receive(self, action: Action, bound: BoundStage) -> list[Tensor]:
+        if action.stage == 0:
             return []
-        with self._at("receiving activations", number):
-            received = self._from_previous.take(number)
+        with self._at("receiving activations", action):
+            received = self._channels.take(Message("F", action.stage, action.microbatch))
         if self.loss is not None:
-            for port, tensor in zip(part.bound.program.receives, received, strict=True):
+            for port, tensor in zip(bound.program.receives, received, strict=True):
                 tensor.requires_grad_(_carries_gradient(port))
         return received
 
@@ -196,38 +152,67 @@ class Pipeline:
         self.total = self.total + loss.detach()
         return loss
 
-    def _backward(self, number: int, part: Part, last: bool) -> None:
-        flight = self._flights.pop(number)
-        roots, grads = self._roots(number, part, flight)
-        with self._at("backward", number):
+    def _backward(self, action: Action, last: bool) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
+        roots, grads = self._roots(action, flight)
+        with self._at("backward", action):
             if roots:
                 self.parallel.backward(roots, grads, last)
-        if self._to_previous is not None:
-            ports = zip(part.bound.program.receives, flight.received, strict=True)
-            back = [
-                x.grad if x.grad is not None else torch.zeros_like(x) for port, x in ports if _carries_gradient(port)
-            ]
-            with self._at("sending gradients", number):
-                self._to_previous.send(back)
+        self._send_back(action, flight)
 
-    def _roots(self, number: int, part: Part, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _backward_of_inputs(self, action: Action) -> None:
+        flight = self._flights[action.stage, action.microbatch]
+        roots, grads = self._roots(action, flight)
+        flight.halves = Halves(roots, grads, [x for x in flight.received if x.requires_grad])
+        with self._at("backward of the inputs", action):
+            self.parallel.hold()
+            flight.halves.inputs(self._accumulate)
+        self._send_back(action, flight)
+        flight.received, flight.outputs = [], []
+
+    def _backward_of_weights(self, action: Action) -> None:
+        halves = self._flights.pop((action.stage, action.microbatch)).halves
+        if halves is not None:
+            with self._at("backward of the weights", action):
+                self.parallel.hold()
+                halves.weights(self._accumulate)
+
+    def _accumulate(self, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+        self.parallel.backward(roots, grads, False)
+
+    def _send_back(self, action: Action, flight: _Flight) -> None:
+        """The gradients of what the stage received, zero where nothing reached."""
+        message = message_of(action, self.plan.stage_count - 1)
+        if message is not None:
+            ports = self.parts[action.microbatch].bound[action.stage].program.receives
+            back = [
+                x.grad if x.grad is not None else torch.zeros_like(x)
+                for port, x in zip(ports, flight.received, strict=True)
+                if _carries_gradient(port)
+            ]
+            with self._at("sending gradients", action):
+                self._channels.send(message, back)
+
+    def _roots(self, action: Action, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where backward starts, and with which gradients: the loss, or the sent values with what comes back."""
-        if self._from_next is None:
+        if action.stage == self.plan.stage_count - 1:
             return ([flight.outputs[0]], [None]) if flight.outputs[0].requires_grad else ([], [])
-        with self._at("receiving gradients", number):
-            grads = self._from_next.take(number)
-        sent = [x for port, x in zip(part.bound.program.sends, flight.outputs, strict=True) if _carries_gradient(port)]
+        with self._at("receiving gradients", action):
+            grads = self._channels.take(Message("B", action.stage, action.microbatch))
+        ports = self.parts[action.microbatch].bound[action.stage].program.sends
+        sent = [x for port, x in zip(ports, flight.outputs, strict=True) if _carries_gradient(port)]
         pairs = [(x, grad) for x, grad in zip(sent, grads, strict=True) if x.requires_grad]
         return [x for x, _ in pairs], [grad for _, grad in pairs]
 
     @contextmanager
-    def _at(self, operation: str, microbatch: int | None) -> Iterator[None]:
+    def _at(self, operation: str, action: Action | None) -> Iterator[None]:
         """Say where an error happened: communication errors become LaunchErrors, others get a note."""
         try:
             yield
         except Exception as error:
-            which = "" if microbatch is None else f", microbatch {microbatch}"
-            where = f"{self.ranks.place}, stage {self.stage.index}{which}"
+            where = f"{self.ranks.place}, {self.stage.place}"
+            if action is not None:
+                where = f"{self.ranks.place}, stage {action.stage}, microbatch {action.microbatch}"
             if operation.startswith(("sending", "receiving")) and not isinstance(error, LaunchError):
                 raise LaunchError(
                     f"{operation} failed: {error}", where=where, fix="see the first rank that failed"
@@ -244,10 +229,10 @@ def _with_gradient(ports: Sequence[Port]) -> list[Port]:
     return [port for port in ports if _carries_gradient(port)]
 
 
-def _check_sent(outputs: Sequence[Tensor], part: Part) -> None:
+def _check_sent(outputs: Sequence[Tensor], part: Part, stage: int) -> None:
     """The next stage receives what its ports say; anything else would be read as other numbers, or wait for ever."""
-    ports = part.bound.program.sends
-    for port, (name, shape, dtype), x in zip(ports, part.specs(ports), outputs, strict=True):
+    ports = part.bound[stage].program.sends
+    for port, (name, shape, dtype), x in zip(ports, part.specs(stage, ports), outputs, strict=True):
         if tuple(x.shape) != shape or x.dtype is not dtype:
             raise LaunchError(
                 f"%{name} has shape {tuple(x.shape)} and {x.dtype}, the next stage expects {shape} and {dtype}",

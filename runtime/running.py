@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from snnpart import ops
+from snnpart import ops, schedules
 from snnpart.errors import ConfigError, LaunchError
-from snnpart.program import Action, CompiledProgram
+from snnpart.graph import SpikeGraph
+from snnpart.plan import Plan
+from snnpart.program import CompiledProgram
 from snnpart.runtime import microbatch
 from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers, data_parallel
@@ -67,10 +69,10 @@ class RunningProgram:
         """Use `launch`. `values` holds the full tensors by the user's names."""
         self.compiled, self.ranks, self._settings = compiled, ranks, settings
         at = ranks.at
-        self._stage = Stage(compiled.stage(at.pp, at.tp), values, ranks.device)
+        self._stage = Stage(compiled.of_rank(at.pp, at.tp), values, ranks.device, split=_splits(compiled.plan))
         self._stage.share_seed(ranks)
         self._signatures = Signatures(compiled, self._stage, at.tp, specialise)
-        self._parallel = data_parallel(compiled.plan.dp, self._stage, ranks.axes["dp"])
+        self._parallel = data_parallel(compiled.plan, self._stage, ranks.axes["dp"])
         self._partial = PartialGradients(self._stage, ranks)
         self._state = FullState(compiled, self._stage, ranks, values)
         self._collectives = GroupCollectives(ranks.axes)
@@ -111,10 +113,10 @@ class RunningProgram:
             self.optimizer.zero_grad()
         self._start(self.training)
         self._partial.begin()
-        loss = lambda outputs, part: loss_fn(microbatch.structured(outputs, part.bound.source), part.targets)  # noqa: E731
-        pipeline = Pipeline(self.ranks, self._stage, self._parallel, parts, loss)
+        loss = lambda outputs, part: loss_fn(microbatch.structured(outputs, self._source(part)), part.targets)  # noqa: E731
+        pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts, loss)
         with ops.use_collectives(self._collectives):
-            pipeline.run(self.compiled.schedule[self.ranks.at.pp])
+            pipeline.run(self.compiled.schedule)
         self._parallel.finish()
         self._partial.finish()
         self._parallel.rest()
@@ -136,14 +138,14 @@ class RunningProgram:
         """
         parts, share_of_all = self._cut(inputs, None, training=False)
         self._start(training=False)
-        pipeline = Pipeline(self.ranks, self._stage, self._parallel, parts)
+        pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts)
         with torch.no_grad(), ops.use_collectives(self._collectives):
-            pipeline.run([Action(self._stage.index, "F", i) for i in range(len(parts))])
+            pipeline.run(self.compiled.schedule)
         self._parallel.rest()
-        sizes, source = [part.size for part in parts], parts[0].bound.source
+        sizes, source = [part.size for part in parts], self._source(parts[0])
         made = [pipeline.outputs[i] for i in sorted(pipeline.outputs)]
         merged = microbatch.merge(made, source, sizes) if made else []
-        outputs = microbatch.structured(share(merged, self.ranks), source)
+        outputs = microbatch.structured(share(merged, self.ranks, self._last), source)
         if loss_fn is None:
             return outputs
         with torch.no_grad():
@@ -172,8 +174,7 @@ class RunningProgram:
         if self._settings.check_inputs:
             _check_finite(tensors, [info.name for info in infos])
         batch, count = microbatch.batch_size(tensors, infos), self.compiled.plan.microbatches
-        wanted = count if targets is not None or training else min(count, max(batch, 1))
-        sizes = microbatch.part_sizes(batch, wanted)
+        sizes = microbatch.part_sizes(batch, min(count, max(batch, 1)))
         cut = [microbatch.split(x, info.batch_dim, sizes) for info, x in zip(infos, tensors, strict=True)]
         goals = microbatch.split_nested(self._to_device(targets), self._settings.target_dim, sizes)
         parts = []
@@ -190,9 +191,18 @@ class RunningProgram:
     def _same_everywhere(self, loss: float | Tensor) -> Tensor:
         """The sum over dp of the last stages' numbers, bit-equal on all ranks."""
         at = self.ranks.at
-        counts = at.tp == 0 and at.pp == self.ranks.mesh.pp - 1
+        counts = at.tp == 0 and at.pp == self._last
         (total,) = self.ranks.sum([float(loss) if counts else 0.0])
         return torch.tensor(total, dtype=torch.float64)
+
+    @property
+    def _last(self) -> int:
+        """The pipeline rank that holds the last stage."""
+        return self.compiled.plan.rank_of(self.compiled.plan.stage_count - 1)
+
+    def _source(self, part: Part) -> SpikeGraph:
+        """The network that a microbatch's graphs were lowered from."""
+        return next(iter(part.bound.values())).source
 
     def _to_device(self, data: Any) -> Any:
         return pytree.tree_map(lambda x: x.to(self.ranks.device) if isinstance(x, Tensor) else x, data)
@@ -291,6 +301,10 @@ class RunningProgram:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _splits(plan: Plan) -> bool:
+    return schedules.KINDS[plan.schedule].splits and plan.pp > 1
 
 
 def _check_finite(tensors: Sequence[Tensor], names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from snnpart.runtime.stage import BoundStage, Stage
 Specialise = Callable[[Any, bool], CompiledProgram]
 Signature = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], bool | None]
 KEPT = 8
+Bound = Mapping[int, BoundStage]
 _log = logging.getLogger("snnpart")
 
 
@@ -35,11 +36,11 @@ class Signatures:
         example = [(info.shape, info.dtype) for info in self._source.inputs]
         self._first = self._key(example, self._source.traced_training)
         self._launched = stage.bind(compiled, tp_rank)
-        self._others: OrderedDict[Signature, BoundStage] = OrderedDict()
+        self._others: OrderedDict[Signature, Bound] = OrderedDict()
         self.notices: list[str] = []
 
-    def bound(self, inputs: Any, tensors: Sequence[Tensor], training: bool) -> BoundStage:
-        """The graph for one microbatch.
+    def bound(self, inputs: Any, tensors: Sequence[Tensor], training: bool) -> Bound:
+        """The graphs of this rank's stages for one microbatch.
 
         Args:
             inputs: the user's nested inputs of the whole batch, for their structure.
@@ -58,7 +59,7 @@ class Signatures:
         self._others.move_to_end(key)
         return self._others[key]
 
-    def _compile(self, key: Signature, inputs: Any, training: bool) -> BoundStage:
+    def _compile(self, key: Signature, inputs: Any, training: bool) -> Bound:
         if self._specialise is None:
             raise ConfigError(
                 f"the program was compiled for {_text(self._first)}, not for {_text(key)}",

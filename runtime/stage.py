@@ -1,5 +1,7 @@
 """One rank's part of the network: its tensor slices and leaf copies in a module, and stage graphs bound over it.
 
+A rank runs one stage, or several where the schedule interleaves; they share the module.
+
 The module owns copies: the user's tensors are only read. Several graphs (another T, another image size, eval mode) can
 be bound over one module, because names and slices follow from the plan alone.
 
@@ -13,7 +15,7 @@ built, and tensors are looked up by path afterwards: FSDP2 exchanges the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.split_backward import views_for_readers
 
 _SEED_STEP = 1_000_003
 
@@ -54,28 +57,48 @@ class BoundStage:
 
 
 class Stage:
-    """This rank's stage: module, slices by the user's names, and the reset of its neurons."""
+    """This rank's stages: module, slices by the user's names, and the reset of its neurons."""
 
-    def __init__(self, program: StageProgram, values: Mapping[str, Tensor], device: torch.device) -> None:
-        """`values` holds the user's full tensors by name."""
-        self.index, self.device = program.stage, device
-        self.slices = {part.name: part for part in program.tensors}
-        tensors = {part.name: local_copy(part, values[part.name], device) for part in program.tensors}
-        self.leaves = {path: _clone(path, program, tensors) for path in program.leaves}
-        own = {p.name: (_kind(p), tensors[p.name]) for p in program.tensors if p.leaf is None}
+    def __init__(
+        self,
+        programs: Sequence[StageProgram],
+        values: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        split: bool = False,
+    ) -> None:
+        """`values` holds the user's full tensors by name; `split` says that backward comes in halves."""
+        self.indices, self.device, self._split = tuple(program.stage for program in programs), device, split
+        self.slices = {part.name: part for program in programs for part in program.tensors}
+        self.stage_of = {part.name: program.stage for program in programs for part in program.tensors}
+        tensors = {part.name: local_copy(part, values[part.name], device) for part in self.slices.values()}
+        self.leaves = {path: _clone(path, program, tensors) for program in programs for path in program.leaves}
+        own = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
         self.module = StageModule(own, self.leaves)
         self.paths = _paths(self.module, tensors)
         self._seed: int | None = None
         self._passes = 0
-        self._resets = [(frameworks.adapter_for(m), m) for leaf in self.leaves.values() for m in leaf.modules()]
+        self._resets = {
+            path: [(frameworks.adapter_for(m), m) for m in leaf.modules()] for path, leaf in self.leaves.items()
+        }
 
-    def bind(self, compiled: CompiledProgram, tp_rank: int) -> BoundStage:
-        """The stage graph of `compiled` (the same network, perhaps for another T or mode) over this module."""
-        program = compiled.stage(self.index, tp_rank)
+    @property
+    def place(self) -> str:
+        """`stage 1` or `stages 0 and 3`, for messages."""
+        numbers = " and ".join(map(str, self.indices))
+        return f"stages {numbers}" if len(self.indices) > 1 else f"stage {numbers}"
+
+    def bind(self, compiled: CompiledProgram, tp_rank: int) -> Mapping[int, BoundStage]:
+        """The stage graphs of `compiled` (the same network, perhaps for another T or mode) over this module."""
+        return {index: self._bind(compiled, compiled.stage(index, tp_rank)) for index in self.indices}
+
+    def _bind(self, compiled: CompiledProgram, program: StageProgram) -> BoundStage:
         self._check_same(program)
         names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
         order = {info.name: i for i, info in enumerate(compiled.source.inputs)}
         graph = localise(program.graph, self.device)
+        if self._split:
+            views_for_readers(graph)
         return BoundStage(
             program=program,
             source=compiled.source,
@@ -87,12 +110,12 @@ class Stage:
     def _check_same(self, program: StageProgram) -> None:
         """A graph bound later must find the tensors and leaves it was cut for."""
         wanted = {p.name: (p.dim, p.pieces) for p in program.tensors}
-        have = {p.name: (p.dim, p.pieces) for p in self.slices.values()}
+        have = {p.name: (p.dim, p.pieces) for p in self.slices.values() if self.stage_of[p.name] == program.stage}
         differ = sorted(n for n in wanted if have.get(n) != wanted[n]) + sorted(set(program.leaves) - set(self.leaves))
         if differ:
             raise LaunchError(
                 f"{differ[:5]} lie elsewhere in the new graph than in the launched one",
-                where=f"stage {self.index}",
+                where=f"stage {program.stage}",
                 fix="compile the other signature with the launched program's plan",
             )
 
@@ -106,12 +129,12 @@ class Stage:
             received: the values of `program.receives`.
         """
         tail = (size,) if bound.takes_batch else ()
-        self.reset()
+        self._reset(bound.program.leaves)
         try:
             with self._random_numbers():
                 return self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
         finally:
-            self.reset()
+            self._reset(bound.program.leaves)
 
     def share_seed(self, ranks: Ranks) -> None:
         """Have the tp ranks draw the same random numbers from now on: they hold the same replicated activations."""
@@ -136,8 +159,12 @@ class Stage:
 
     def reset(self) -> None:
         """Drop the state of every neuron."""
-        for adapter, module in self._resets:
-            adapter.reset(module)
+        self._reset(self._resets)
+
+    def _reset(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            for adapter, module in self._resets[path]:
+                adapter.reset(module)
 
     def tensor(self, name: str) -> Tensor:
         """The local tensor of the user's name as it now hangs in the module (a DTensor under FSDP2)."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from snnpart import gate as gates
-from snnpart import simulate
+from snnpart import schedules, simulate
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.errors import ConfigError, LaunchError, PlanError
 from snnpart.graph import SpikeGraph
@@ -27,6 +27,8 @@ from snnpart.mesh import Mesh
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.decide import decide
+from snnpart.passes.decide.constraints import pins_for
+from snnpart.passes.decide.why import why
 from snnpart.passes.lower import lower
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 from snnpart.plan import Plan
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from snnpart.runtime.launch import RunningProgram
 
 Verify = Literal["off", "trace", "full"]
+Shard = Literal["max", "time"] | Mapping[str, str]
+SHARD_OBJECTIVES = ("max", "time")
 VERIFY_LEVELS = ("off", "trace", "full")
 
 
@@ -54,6 +58,8 @@ class Options:
     time_steps: int | None = None
     microbatches: int | None = None
     schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    shard: Shard = "max"
     verify: Verify = "full"
     hoist: bool = True
     reset: Callable[[nn.Module], None] | None = None
@@ -63,11 +69,15 @@ class Options:
         Mesh(1, self.pp, self.tp)
         if self.verify not in VERIFY_LEVELS:
             raise ConfigError(f"verify={self.verify!r} is not known", choices=VERIFY_LEVELS)
+        if isinstance(self.shard, str) and self.shard not in SHARD_OBJECTIVES:
+            raise ConfigError(
+                f"shard={self.shard!r} is not known", fix="or give a dict of paths and rules", choices=SHARD_OBJECTIVES
+            )
         for name in ("time_steps", "microbatches"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} is not a positive integer")
-        Plan(tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule)
+        Plan(tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule, stages_per_rank=self.stages_per_rank or 0)
 
 
 def parallelize(
@@ -83,7 +93,9 @@ def parallelize(
     time_steps: int | None = None,
     microbatches: int | None = None,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    shard: Shard = "max",
     verify: Verify = "full",
     hoist: bool = True,
     memory: Any = None,
@@ -105,9 +117,13 @@ def parallelize(
         time_steps: T: `model` computes one step, the program calls it T times with the state reset around the window,
             takes step t of inputs that have a time dim, and stacks the outputs over T at dim 0.
         microbatches: parts of a batch that are in the pipeline at once; default pp.
-        schedule: "1f1b" or "gpipe".
+        schedule: "1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb" or "zbv"; see docs/pipeline.md.
+        stages_per_rank: stages of each rank under an interleaved schedule; default 2.
         plan: decisions to keep, as a `Plan` or the path of its JSON. Its topology and schedule count; modules that it
             does not name are decided.
+        shard: how channels are shared over tp: "max" (every layer that can be sharded is, in the fastest way; for
+            memory), "time" (the fastest plan, which may leave layers whole), or a dict of module paths or patterns to
+            rules, `{"layer4.*": "column", "fc": "replicate"}`; what it does not name is decided as with "max".
         verify: "off", "trace" (compare the traced graph with the model), or "full" (the lowered program too).
         hoist: compute what is repeated over time (a static image through the stem) once.
         memory: not available yet.
@@ -130,9 +146,17 @@ def parallelize(
         raise ConfigError("memory= is not available yet: no pass places checkpoints", fix="leave memory out")
     fixed = read_plan(plan)
     if fixed is not None:
-        _check_agrees(fixed, tp=tp, pp=pp, dp=dp, schedule=schedule, microbatches=microbatches)
+        _check_agrees(
+            fixed,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            schedule=schedule,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+        )
         tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule
-        microbatches = fixed.microbatches
+        microbatches, stages_per_rank = fixed.microbatches, fixed.stages_per_rank
     options = Options(
         tp=tp,
         pp=pp,
@@ -143,6 +167,8 @@ def parallelize(
         time_steps=time_steps,
         microbatches=microbatches,
         schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        shard=shard,
         verify=verify,
         hoist=hoist,
         reset=reset,
@@ -156,9 +182,9 @@ def parallelize(
 
 def _check_agrees(plan: Plan, **given: Any) -> None:
     """ConfigError when an argument that is not left at its default asks for something else than the plan."""
-    defaults = {"tp": 1, "pp": 1, "dp": "ddp", "schedule": "1f1b", "microbatches": None}
+    defaults = {"tp": 1, "pp": 1, "dp": "ddp", "schedule": "1f1b"}
     for name, value in given.items():
-        if value not in (defaults[name], getattr(plan, name)):
+        if value not in (defaults.get(name), getattr(plan, name)):
             raise ConfigError(
                 f"{name}={value!r}, but the plan says {getattr(plan, name)!r}",
                 fix=f"leave {name} out, or edit the plan",
@@ -223,7 +249,19 @@ class ParallelProgram:
         """What was decided, and what it costs."""
         from snnpart.report import build
 
-        return build(self.compiled, self._gate)
+        return build(self.compiled, self._gate, self._why)
+
+    def _why(self, path: str) -> Why:
+        shard = self.options.shard
+        asked = {} if isinstance(shard, str) else pins_for(self.compiled.source, self.plan.tp, shard)
+        return why(
+            self.compiled.source,
+            self.plan,
+            path,
+            profile=self.options.profile or default_profile(),
+            constraints=asked,
+            objective=shard if isinstance(shard, str) else "max",
+        )
 
     def save(self, directory: str | os.PathLike[str], values: Mapping[str, Tensor] | None = None) -> None:
         """Write the program as a directory that runs without this model's source files (see `artifact`).
@@ -308,9 +346,11 @@ def compile_program(
         pp=options.pp,
         dp=options.dp,
         schedule=options.schedule,
-        microbatches=options.microbatches or options.pp,
+        microbatches=options.microbatches or schedules.nearest(options.schedule, options.pp, options.pp),
+        stages_per_rank=options.stages_per_rank or 0,
         pinned=plan,
         profile=profile,
+        **sharding(options.shard),
     )
     compiled = lower(graph, decided, profile=profile)
     compiled = replace(compiled, passes=(*records, *compiled.passes))
@@ -327,6 +367,11 @@ def _steps_of(inputs: Any, options: Options) -> int | None:
     dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
     sizes = {x.shape[d] for x, d in zip(tensor_leaves(inputs), dims.time, strict=True) if d is not None}
     return sizes.pop() if len(sizes) == 1 else options.time_steps
+
+
+def sharding(shard: Shard) -> dict[str, Any]:
+    """The arguments of `decide` that the request for sharding stands for."""
+    return {"objective": shard} if isinstance(shard, str) else {"shard": shard}
 
 
 def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool) -> SpikeGraph:

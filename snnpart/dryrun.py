@@ -14,7 +14,7 @@ Ranks whose slices have the same shapes run the same computation; it is walked o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def _check_cover(parts: list[TensorSlice]) -> None:
 
 def _check_ports(compiled: CompiledProgram) -> None:
     for (stage, tp_rank), program in compiled.stages.items():
-        if stage + 1 < compiled.plan.pp:
+        if stage + 1 < compiled.plan.stage_count:
             after = compiled.stages[stage + 1, tp_rank]
             _check_boundary(program, after)
         elif program.sends:
@@ -165,42 +165,55 @@ def _call(node: fx.Node | None) -> str:
 
 
 def _check_schedule(schedule: Mapping[int, tuple[Action, ...]]) -> None:
-    """Carry the schedule out: an action is done when what it waits for is done."""
-    last = max(schedule)
+    """Carry the schedule out: an action is done when what it waits for is done. By pipeline rank."""
+    last = max(action.stage for actions in schedule.values() for action in actions)
     done: set[Action] = set()
     place = dict.fromkeys(schedule, 0)
     moved = True
     while moved:
         moved = False
-        for stage, actions in schedule.items():
-            while place[stage] < len(actions) and _waits_for(actions[place[stage]], last) <= done:
-                done.add(actions[place[stage]])
-                place[stage] += 1
+        for rank, actions in schedule.items():
+            while place[rank] < len(actions) and not _missing(actions[place[rank]], last, done):
+                done.add(actions[place[rank]])
+                place[rank] += 1
                 moved = True
-    for stage, actions in schedule.items():
-        if place[stage] < len(actions):
-            action = actions[place[stage]]
-            missing = ", ".join(str(a) for a in sorted(_waits_for(action, last) - done, key=str))
-            raise PlanError(f"the schedule stops: {action} waits for {missing}", where=f"stage {stage}")
-    _check_complete(schedule, done)
+    for rank, actions in schedule.items():
+        if place[rank] < len(actions):
+            action = actions[place[rank]]
+            missing = ", ".join(sorted(map(str, _missing(action, last, done))))
+            raise PlanError(f"the schedule stops: {action} waits for {missing}", where=f"stage {action.stage}")
+    _check_complete(schedule, last)
 
 
-def _waits_for(action: Action, last: int) -> set[Action]:
+def _missing(action: Action, last: int, done: set[Action]) -> list[Action]:
+    """What an action still waits for."""
+    either = lambda need: {replace(need, kind="B"), replace(need, kind="I")} if need.kind in "BI" else {need}  # noqa: E731
+    return [need for need in waits_for(action, last) if not either(need) & done]
+
+
+def waits_for(action: Action, last: int) -> tuple[Action, ...]:
+    """What must be done before an action; `last` is the last stage. Where it names I, B will do, and the other way."""
+    stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
-        return {Action(action.stage - 1, "F", action.microbatch)} if action.stage else set()
-    own = {Action(action.stage, "F", action.microbatch)}
-    return own | ({Action(action.stage + 1, "B", action.microbatch)} if action.stage < last else set())
+        return (Action(stage - 1, "F", microbatch),) if stage else ()
+    if action.kind == "W":
+        return (Action(stage, "I", microbatch),)
+    own = Action(stage, "F", microbatch)
+    return (own, Action(stage + 1, action.kind, microbatch)) if stage < last else (own,)
 
 
-def _check_complete(schedule: Mapping[int, tuple[Action, ...]], done: set[Action]) -> None:
-    microbatches = {action.microbatch for action in done}
-    for stage, actions in schedule.items():
-        wanted = {Action(stage, kind, m) for kind in ("F", "B") for m in microbatches}  # type: ignore[arg-type]
-        odd = sorted(wanted ^ set(actions), key=str)
-        if odd or len(actions) != len(wanted):
-            twice = next((a for a in actions if actions.count(a) > 1), None)
-            what = f"{odd[0]} is missing" if odd else f"{twice} stands twice"
-            raise PlanError(f"the schedule is not complete: {what}", where=f"stage {stage}")
+def _check_complete(schedule: Mapping[int, tuple[Action, ...]], last: int) -> None:
+    """Each microbatch forward once and backward once, whole or in two halves, on each stage."""
+    every = [action for actions in schedule.values() for action in actions]
+    for stage in range(last + 1):
+        for microbatch in sorted({action.microbatch for action in every}):
+            kinds = sorted(a.kind for a in every if (a.stage, a.microbatch) == (stage, microbatch))
+            if kinds not in (["B", "F"], ["F", "I", "W"]):
+                wanted = "FIW" if {"I", "W"} & set(kinds) else "FB"
+                odd = next((k for k in wanted if k not in kinds), None)
+                twice = next((k for k in kinds if kinds.count(k) > 1), "")
+                what = f"{stage}{odd}{microbatch} is missing" if odd else f"{stage}{twice}{microbatch} stands twice"
+                raise PlanError(f"the schedule is not complete: {what}", where=f"stage {stage}")
 
 
 def _signature(program: StageProgram) -> tuple[Any, ...]:

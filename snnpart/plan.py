@@ -5,6 +5,7 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 
 - `shards`: module path (a convolution, a linear, a norm, a neuron layer) -> rule of the sharding table. A path that is
   not listed is replicated or follows its producer, whichever the rule of its operation says.
+- `stages_per_rank`: pipeline stages of one rank (0: the schedule's own number, filled in at once).
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
   path whose own operations all lie in one stage.
 """
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from snnpart import schedules
 from snnpart.errors import ConfigError, PlanError
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = schedules.NAMES
 DATA_PARALLEL = ("ddp", "fsdp2")
 VERSION = 1
 
@@ -33,6 +35,7 @@ class Plan:
     dp: str = "ddp"
     schedule: str = "1f1b"
     microbatches: int = 1
+    stages_per_rank: int = 0
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
 
@@ -44,11 +47,28 @@ class Plan:
         for name in ("tp", "pp", "microbatches"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
+        if not _is_count(self.stages_per_rank) or self.stages_per_rank < 0:
+            raise ConfigError(f"stages_per_rank={self.stages_per_rank!r} is not a positive integer")
+        per_rank = schedules.stages_per_rank(self.schedule, self.pp, self.stages_per_rank)
+        object.__setattr__(self, "stages_per_rank", per_rank)
         _check_table("shards", self.shards, lambda rule: isinstance(rule, str), "the rule of a module path, as text")
         _check_table("stages", self.stages, _is_count, "the stage of a module path, as an integer")
-        bad = {path: stage for path, stage in self.stages.items() if not 0 <= stage < self.pp}
+        bad = {path: stage for path, stage in self.stages.items() if not 0 <= stage < self.stage_count}
         if bad:
-            raise PlanError(f"stages {bad} are outside 0..{self.pp - 1}", fix="renumber them, or change pp")
+            raise PlanError(f"stages {bad} are outside 0..{self.stage_count - 1}", fix="renumber them, or change pp")
+
+    @property
+    def stage_count(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.stages_per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return schedules.rank_of_stage(self.schedule, self.pp, stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in order."""
+        return tuple(stage for stage in range(self.stage_count) if self.rank_of(stage) == rank)
 
     @property
     def fingerprint(self) -> str:

@@ -61,10 +61,13 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's schedule: forward or backward of one microbatch on one stage. Prints as `0F1`."""
+    """One entry of a rank's schedule: one microbatch on one stage. Prints as `0F1`.
+
+    F is the forward, B the whole backward, I the gradients of what the stage received, W those of its weights.
+    """
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "I", "W"]
     microbatch: int
 
     def __str__(self) -> str:
@@ -72,7 +75,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        for kind in ("F", "B"):
+        for kind in ("F", "B", "I", "W"):
             stage, found, microbatch = text.partition(kind)
             if found:
                 return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
@@ -116,7 +119,10 @@ class PassRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A lowered network: the analysed source graph, the plan, and each rank's program."""
+    """A lowered network: the analysed source graph, the plan, and each rank's program.
+
+    `stages` by (stage, tp rank), `schedule` by pipeline rank.
+    """
 
     source: SpikeGraph
     plan: Plan
@@ -127,3 +133,7 @@ class CompiledProgram:
 
     def stage(self, stage: int, tp_rank: int) -> StageProgram:
         return self.stages[stage, tp_rank]
+
+    def of_rank(self, pp_rank: int, tp_rank: int) -> tuple[StageProgram, ...]:
+        """The stages that one rank runs, in order."""
+        return tuple(self.stages[stage, tp_rank] for stage in self.plan.stages_of(pp_rank))

@@ -144,7 +144,7 @@ def _run_part(
     """One microbatch through all stages; its flat outputs."""
     given = {info.name: x for info, x in zip(compiled.source.inputs, inputs)}
     received: list[tuple[Tensor, ...]] = [() for _ in range(compiled.plan.tp)]
-    for stage in range(compiled.plan.pp):
+    for stage in range(compiled.plan.stage_count):
         own = [ranks[stage, tp_rank] for tp_rank in range(compiled.plan.tp)]
         for rank in own:
             rank.reset(size)

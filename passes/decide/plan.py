@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from snnpart import facts
+from snnpart import facts, schedules
 from snnpart.costs import MachineProfile
 from snnpart.facts import Stage
 from snnpart.graph import SpikeGraph
+from snnpart.passes.decide.constraints import pins_for
 from snnpart.passes.decide.parts import find_parts
 from snnpart.passes.decide.placement import DecidePlacement, Objective, shards_by_path
 from snnpart.passes.decide.stages import DecideStages, lookup
@@ -25,27 +26,33 @@ def decide(
     pp: int,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    stages_per_rank: int = 0,
     dp: str = "ddp",
     pinned: Plan | None = None,
     profile: MachineProfile,
     objective: Objective = "max",
+    shard: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; other fields are not read.
+    `shard` are the user's constraints (see `constraints`); `pinned` goes before them.
 
     The result depends on the arguments alone, never on the rank or on measurements, so that every rank can make it.
 
     Raises:
         PlanError: no plan satisfies the request.
     """
+    per_rank = schedules.stages_per_rank(schedule, pp, stages_per_rank)
     work = graph.copy()
-    DecidePlacement(tp, profile, pinned.shards if pinned else None, objective).run(work)
-    DecideStages(pp, profile, tp, pinned.stages if pinned else None).run(work)
+    pins = {**pins_for(graph, tp, shard or {}), **(pinned.shards if pinned else {})}
+    DecidePlacement(tp, profile, pins, objective).run(work)
+    DecideStages(pp * per_rank, profile, tp, pinned.stages if pinned else None, per_rank).run(work)
     return Plan(
         tp=tp,
         pp=pp,
         dp=dp,
         schedule=schedule,
         microbatches=microbatches,
+        stages_per_rank=per_rank,
         shards=shards_by_path(work),
         stages=_stages_by_path(work, pinned.stages if pinned else {}),
     )

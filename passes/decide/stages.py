@@ -39,6 +39,7 @@ _SAME = 1e-9
 class DecideStages:
     """Writes `Stage` on every node; on one that each stage computes for itself (`everywhere`) the first that does.
 
+    `pp` counts the stages of all ranks, `per_rank` of them on each.
     `pinned` maps module paths (or tensor names) to stages; a path counts for everything below it.
     """
 
@@ -51,6 +52,7 @@ class DecideStages:
     profile: MachineProfile
     tp: int = 1
     pinned: Mapping[str, int] | None = None
+    per_rank: int = 1
 
     def run(self, graph: SpikeGraph) -> None:
         """Raises PlanError: fewer parts than stages, or pins that contradict the order of the network."""
@@ -61,20 +63,25 @@ class DecideStages:
                 f"the pinned stages {outside} are outside 0..{self.pp - 1}", fix="renumber them, or change pp"
             )
         pins = {part: pin for part in parts.keyed if (pin := _pin(self.pinned or {}, part.keys)) is not None}
-        _check_count(graph, parts, self.pp)
+        _check_count(graph, parts, self.pp, self.per_rank)
         order = _order(parts, pins)
         cuts = _cut(self, graph, parts, pins, order)
         stage_of = {part: int(np.searchsorted(cuts, place, side="right")) for place, part in enumerate(order)}
         write_stages(graph, parts, stage_of, self.pinned or {})
 
 
-def _check_count(graph: SpikeGraph, parts: Parts, pp: int) -> None:
+def _check_count(graph: SpikeGraph, parts: Parts, count: int, per_rank: int) -> None:
     most = max(1, parts.positions)
-    if pp > most:
+    if count > most:
+        asked = (
+            f"pp={count}"
+            if per_rank == 1
+            else f"pp={count // per_rank} with {per_rank} stages a rank is {count} stages"
+        )
         raise PlanError(
-            f"pp={pp}, but the network can be cut into at most {most} stages",
+            f"{asked}, but the network can be cut into at most {most} stages",
             where=graph.name,
-            fix=f"choose pp between 1 and {most}: what shares a tensor or a neuron layer stays together",
+            fix=f"choose pp in 1..{most // per_rank or 1}: what shares a tensor or a neuron layer stays together",
         )
 
 
@@ -87,14 +94,16 @@ def apply_stages(graph: SpikeGraph, plan: Plan) -> None:
     parts = find_parts(graph)
     stage_of: dict[Part, int] = {}
     for part in parts.keyed:
-        stage = 0 if plan.pp == 1 else _pin(plan.stages, part.keys)
+        stage = 0 if plan.stage_count == 1 else _pin(plan.stages, part.keys)
         if stage is None:
-            fix = f"add it to plan.stages (0..{plan.pp - 1})"
+            fix = f"add it to plan.stages (0..{plan.stage_count - 1})"
             raise PlanError("the plan gives it no stage", where=f"'{part.keys[0]}'", fix=fix)
         stage_of[part] = stage
-    empty = sorted(set(range(plan.pp)) - (set(stage_of.values()) or {0}))
+    empty = sorted(set(range(plan.stage_count)) - (set(stage_of.values()) or {0}))
     if empty:
-        raise PlanError(f"stages {empty} of pp={plan.pp} hold no layer", fix="give each stage a module, or lower pp")
+        raise PlanError(
+            f"stages {empty} of {plan.stage_count} hold no layer", fix="give each stage a module, or lower pp"
+        )
     write_stages(graph, parts, stage_of, plan.stages)
 
 

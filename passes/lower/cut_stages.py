@@ -36,25 +36,25 @@ class StageGraph:
     leaves: tuple[str, ...]
 
 
-def cut_stages(graph: fx.Graph, pp: int) -> tuple[StageGraph, ...]:
-    """The stage graphs 0..pp-1 of a graph whose nodes have `Stage` facts.
+def cut_stages(graph: fx.Graph, count: int) -> tuple[StageGraph, ...]:
+    """The stage graphs 0..count-1 of a graph whose nodes have `Stage` facts.
 
     Raises:
         PlanError: a node needs a value from a later stage, or a value that is no tensor would have to be sent.
     """
     stage_of = _stages(graph)
-    last_use = _last_use(graph, stage_of, pp)
+    last_use = _last_use(graph, stage_of, count)
     crossing = tuple(
         tuple(node for node, last in last_use.items() if stage_of[node] <= boundary < last)
-        for boundary in range(pp - 1)
+        for boundary in range(count - 1)
     )
     for node in dict.fromkeys(node for nodes in crossing for node in nodes):
         _check_sendable(node)
     return tuple(
         _build(
-            graph, stage, stage_of, crossing[stage - 1] if stage else (), crossing[stage] if stage < pp - 1 else None
+            graph, stage, stage_of, crossing[stage - 1] if stage else (), crossing[stage] if stage < count - 1 else None
         )
-        for stage in range(pp)
+        for stage in range(count)
     )
 
 
@@ -68,10 +68,10 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
     }
 
 
-def _last_use(graph: fx.Graph, stage_of: Mapping[fx.Node, int], pp: int) -> dict[fx.Node, int]:
+def _last_use(graph: fx.Graph, stage_of: Mapping[fx.Node, int], count: int) -> dict[fx.Node, int]:
     """The last stage that uses each node, in graph order."""
     last: dict[fx.Node, int] = dict(stage_of)
-    needed: dict[fx.Node, int] = {output_node(graph): pp - 1}
+    needed: dict[fx.Node, int] = {output_node(graph): count - 1}
     for node in reversed(graph.nodes):
         at = stage_of.get(node, needed.get(node))
         if at is None:

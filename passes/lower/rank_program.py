@@ -36,13 +36,15 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     source = graph.copy()
     apply_shards(source, plan)
     apply_stages(source, plan)
-    schedule, notices = make_schedule(plan.schedule, plan.pp, plan.microbatches)
+    schedule, notices = make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
     cuts: dict[int, tuple[StageGraph, ...]] = {}
     for rank in range(plan.tp):
         same = twin(source, rank)
-        cuts[rank] = cuts[same] if same in cuts else cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.pp)
+        if same not in cuts:
+            cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count)
+        cuts[rank] = cuts[same]
         for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
             slices = tuple(_slice(source.tensors[name], tensors.get(name), rank) for name in names)
             programs[stage, rank] = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
@@ -92,7 +94,7 @@ def _program(
     schedule: Schedule,
     at: tuple[int, int],
 ) -> StageProgram:
-    held = in_flight(schedule[at[0]]) / plan.microbatches
+    held = in_flight(schedule[plan.rank_of(at[0])], at[0]) / plan.microbatches
     predicted = _predict(cut.graph, slices, held)
     return StageProgram(
         stage=at[0],

@@ -8,19 +8,28 @@ made from, so the two are joined by name.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import snnpart
 from snnpart import facts
+from snnpart.explain import Why
 from snnpart.facts import Checkpoint, Cost
 from snnpart.program import CompiledProgram
 from snnpart.report import data, layers, nodes
 
 
-def build(compiled: CompiledProgram, gate: Any = None) -> data.Report:
-    """The report of `compiled`; `gate` is the gate's own report (a dataclass), or None when nothing was compared."""
+def build(compiled: CompiledProgram, gate: Any = None, explain: Callable[[str], Why] | None = None) -> data.Report:
+    """The report of `compiled`; `gate` is the gate's own report (a dataclass), or None when nothing was compared.
+    `explain` answers `Report.why`."""
+    report = _build(compiled, gate)
+    object.__setattr__(report, "_explain", explain)
+    return report
+
+
+def _build(compiled: CompiledProgram, gate: Any) -> data.Report:
     source = compiled.source
     moves = nodes.collectives(compiled)
     return data.Report(
@@ -75,7 +84,7 @@ def _topology(compiled: CompiledProgram) -> data.Topology:
 
 def _stages(compiled: CompiledProgram) -> tuple[data.StageRow, ...]:
     plan = compiled.plan
-    times = [max(compiled.stage(stage, tp).predicted_us for tp in range(plan.tp)) for stage in range(plan.pp)]
+    times = [max(compiled.stage(stage, tp).predicted_us for tp in range(plan.tp)) for stage in range(plan.stage_count)]
     slowest = max(times) or 1.0
     return tuple(_stage(compiled, stage, time, time / slowest) for stage, time in enumerate(times))
 
@@ -97,7 +106,7 @@ def _stage(compiled: CompiledProgram, stage: int, time: float, balance: float) -
 
 
 def _boundaries(compiled: CompiledProgram) -> tuple[data.BoundaryRow, ...]:
-    return tuple(_boundary(compiled, stage) for stage in range(compiled.plan.pp - 1))
+    return tuple(_boundary(compiled, stage) for stage in range(compiled.plan.stage_count - 1))
 
 
 def _boundary(compiled: CompiledProgram, stage: int) -> data.BoundaryRow:
@@ -112,7 +121,7 @@ def _boundary(compiled: CompiledProgram, stage: int) -> data.BoundaryRow:
 
 def _checkpoints(compiled: CompiledProgram) -> tuple[data.CheckpointRow, ...]:
     regions: dict[tuple[int, int], list[Any]] = {}
-    for stage in range(compiled.plan.pp):
+    for stage in range(compiled.plan.stage_count):
         for node in compiled.stage(stage, 0).graph.nodes:
             region = facts.get(node, Checkpoint)
             if region is not None:

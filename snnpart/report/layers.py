@@ -23,7 +23,7 @@ CHEAPER = "cheaper whole: no split of it pays for its collectives"
 def sharded(compiled: CompiledProgram, moves: tuple[CollectiveRow, ...]) -> tuple[ShardRow, ...]:
     """Every layer with a tensor that is split over tp, in the order in which they run."""
     rows = []
-    for stage in range(compiled.plan.pp):
+    for stage in range(compiled.plan.stage_count):
         ranks = [compiled.stage(stage, tp) for tp in range(compiled.plan.tp)]
         found = operations(compiled, ranks[0])
         split = {t.name.rpartition(".")[0] for t in ranks[0].tensors if t.dim is not None}
@@ -80,7 +80,7 @@ def replicated(compiled: CompiledProgram) -> tuple[ReplicatedRow, ...]:
         return ()
     rows = []
     reasons = {key.removeprefix(NOTE): text for key, text in compiled.source.notes.items() if key.startswith(NOTE)}
-    for stage in range(compiled.plan.pp):
+    for stage in range(compiled.plan.stage_count):
         program = compiled.stage(stage, 0)
         found = operations(compiled, program)
         split = {t.name.rpartition(".")[0] for t in program.tensors if t.dim is not None}

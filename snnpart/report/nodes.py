@@ -50,7 +50,7 @@ def collectives(compiled: CompiledProgram) -> tuple[CollectiveRow, ...]:
     """Every collective of the program, in the order in which tp rank 0 runs them."""
     return tuple(
         _collective(node, stage)
-        for stage in range(compiled.plan.pp)
+        for stage in range(compiled.plan.stage_count)
         for node in compiled.stage(stage, 0).graph.nodes
         if node.op == "call_function" and node.target in MOVES
     )
@@ -91,7 +91,7 @@ def drawn(compiled: CompiledProgram) -> tuple[GraphNode, ...]:
     known, source = costs(compiled), {node.name: node for node in compiled.source.graph.nodes}
     rows: list[GraphNode] = []
     sent: dict[str, int] = {}
-    for stage in range(compiled.plan.pp):
+    for stage in range(compiled.plan.stage_count):
         program = compiled.stage(stage, 0)
         received = {port.name for port in program.receives}
         places: dict[fx.Node, int] = {}

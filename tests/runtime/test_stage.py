@@ -16,7 +16,7 @@ def test_the_users_tensors_are_only_read() -> None:
     net = make_net()
     compiled = compile_by_hand(net, tp=2)
     values = {name: info.tensor for name, info in compiled.source.tensors.items()}
-    stage = Stage(compiled.stage(0, 1), values, torch.device("cpu"))
+    stage = Stage([compiled.stage(0, 1)], values, torch.device("cpu"))
     with torch.no_grad():
         for _, parameter in stage.parameters():
             parameter.fill_(9.0)

@@ -1,0 +1,152 @@
+"""Messages between the stages of a pipeline: what crosses, in which order it comes, and how it travels.
+
+A message is one microbatch's values into a stage (F) or gradients back into one (B). Every message's shape is known to
+both sides beforehand. Messages from one rank to another arrive in the order in which the sender's actions make them,
+which the receiver reads off the sender's schedule; one that comes before it is wanted is kept. One more than is wanted
+now is always posted. What was sent is kept until it has left. Two stages of one rank hand their values over directly.
+
+There is one channel for each pair of ranks and direction (up the ranks, down the ranks), so that with NCCL a receive
+that waits never stands before a send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from snnpart.plan import Plan
+from snnpart.program import Action
+from snnpart.runtime.collectives import Axis
+from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks
+
+Spec = tuple[str, tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Values (F) or gradients (B) of a microbatch on their way into `stage`."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+
+def message_of(action: Action, last: int) -> Message | None:
+    """What an action sends, if anything."""
+    if action.kind == "F":
+        return Message("F", action.stage + 1, action.microbatch) if action.stage < last else None
+    if action.kind in ("B", "I") and action.stage > 0:
+        return Message("B", action.stage - 1, action.microbatch)
+    return None
+
+
+class Outbox:
+    """Sends to one rank; tensors are kept until they have left."""
+
+    def __init__(self, axis: Axis, index: int) -> None:
+        self._group, self._to = axis.group, axis.ranks[index]
+        self._leaving: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
+        for tensor in tensors:
+            if tensor.numel():
+                wire = tensor.detach().contiguous()
+                self._leaving.append((dist.isend(wire, self._to, group=self._group), wire))
+
+    def wait(self) -> None:
+        """Until everything has left."""
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+
+class Inbox:
+    """Receives from one rank in a known order."""
+
+    def __init__(
+        self, axis: Axis, index: int, messages: Sequence[tuple[Message, Sequence[Spec]]], device: torch.device
+    ) -> None:
+        """`messages`: every message to come and the values it holds."""
+        self._group, self._source, self._device = axis.group, axis.ranks[index], device
+        self._coming = iter(messages)
+        self._posted: list[tuple[Message, list[tuple[Any, Tensor]]]] = []
+        self._early: dict[Message, list[Tensor]] = {}
+
+    def take(self, message: Message) -> list[Tensor]:
+        """The values of a message, once they are here."""
+        while message not in self._early:
+            while len(self._posted) < 2 and self._post():
+                pass
+            found, works = self._posted.pop(0)
+            for work, _ in works:
+                if work is not None:
+                    work.wait()
+            self._early[found] = [tensor for _, tensor in works]
+        return self._early.pop(message)
+
+    def _post(self) -> bool:
+        coming = next(self._coming, None)
+        if coming is None:
+            return False
+        message, specs = coming
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype in specs]
+        works = [dist.irecv(t, self._source, group=self._group) if t.numel() else None for t in tensors]
+        self._posted.append((message, list(zip(works, tensors, strict=True))))
+        return True
+
+
+class Channels:
+    """All channels of one rank for one pass over its microbatches."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: Plan,
+        schedule: Mapping[int, Sequence[Action]],
+        specs: Callable[[Message], Sequence[Spec]],
+    ) -> None:
+        """`schedule`: the actions of every pipeline rank; `specs` says what a message into this rank holds."""
+        self._plan, self._ranks, self._at = plan, ranks, ranks.axes["pp"].index
+        self._here: dict[Message, list[Tensor]] = {}
+        self._out: dict[int, Outbox] = {}
+        self._in: dict[int, Inbox] = {}
+        for rank, actions in schedule.items():
+            coming = [message for message in self._sent(actions) if plan.rank_of(message.stage) == self._at]
+            if rank != self._at and coming:
+                wanted = [(message, specs(message)) for message in coming]
+                self._in[rank] = Inbox(self._axis(rank, self._at), rank, wanted, ranks.device)
+
+    def _sent(self, actions: Sequence[Action]) -> Iterator[Message]:
+        messages = (message_of(action, self._plan.stage_count - 1) for action in actions)
+        return (message for message in messages if message is not None)
+
+    def _axis(self, source: int, target: int) -> Axis:
+        return self._ranks.axes[FORWARD if source < target else BACKWARD]
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send without waiting."""
+        target = self._plan.rank_of(message.stage)
+        if target == self._at:
+            self._here[message] = [x.detach() for x in tensors]
+        else:
+            if target not in self._out:
+                self._out[target] = Outbox(self._axis(self._at, target), target)
+            self._out[target].send(tensors)
+
+    def take(self, message: Message) -> list[Tensor]:
+        """The values of a message into this rank."""
+        if message in self._here:
+            return self._here.pop(message)
+        source = message.stage - 1 if message.kind == "F" else message.stage + 1
+        return self._in[self._plan.rank_of(source)].take(message)
+
+    def wait(self) -> None:
+        """Until everything has left."""
+        for box in self._out.values():
+            box.wait()
