@@ -130,6 +130,8 @@ class Stage:
         """
         tail = (size,) if bound.takes_batch else ()
         self._reset(bound.program.leaves)
+        for path, info in bound.program.leaves.items():
+            frameworks.set_batch(self.leaves[path], info.module, size, bound.batch)
         try:
             with self._random_numbers():
                 return self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)

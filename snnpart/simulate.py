@@ -33,13 +33,14 @@ class _Rank:
     body: Body
     tensors: Mapping[str, Tensor]
 
-    def reset(self, batch: int | None = None) -> None:
+    def reset(self) -> None:
         for path in self.program.leaves:
             for module in self.body.get_submodule(path).modules():
-                adapter = frameworks.adapter_for(module)
-                adapter.reset(module)
-                if batch is not None:
-                    adapter.set_batch(module, batch)
+                frameworks.adapter_for(module).reset(module)
+
+    def set_batch(self, size: int, example: int) -> None:
+        for path, info in self.program.leaves.items():
+            frameworks.set_batch(self.body.get_submodule(path), info.module, size, example)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _run_part(
     for stage in range(compiled.plan.stage_count):
         own = [ranks[stage, tp_rank] for tp_rank in range(compiled.plan.tp)]
         for rank in own:
-            rank.reset(size)
+            rank.reset()
+            rank.set_batch(size, compiled.source.batch)
         arguments = [_arguments(rank.program, given, values, size) for rank, values in zip(own, received)]
         graphs = [rank.program.graph for rank in own]
         received = run_stage(graphs, [rank.body for rank in own], arguments, training=training)

@@ -90,8 +90,11 @@ class Adapter:
         """The attributes that hold state between calls; code that reads them after a call cannot be traced."""
         return frozenset()
 
-    def set_batch(self, module: nn.Module, size: int) -> None:
-        """Tell the module, a copy, its local batch size. No-op where it is read from the input."""
+    def set_batch(self, module: nn.Module, original: nn.Module, size: int, example: int) -> None:
+        """Tell the module, a copy of `original`, that `size` samples come where the original was traced with `example`.
+
+        No-op where the batch size is read from the input.
+        """
 
 
 def from_package(module: nn.Module, package: str) -> bool:

@@ -52,6 +52,12 @@ def is_leaf(module: nn.Module) -> bool:
     return adapter_for(module).is_leaf(module)
 
 
+def set_batch(leaf: nn.Module, original: nn.Module, size: int, example: int) -> None:
+    """Tell every layer of a leaf's copy that `size` samples come where `original` was traced with `example`."""
+    for module, source in zip(leaf.modules(), original.modules(), strict=True):
+        adapter_for(source).set_batch(module, source, size, example)
+
+
 def packages() -> tuple[str, ...]:
     """The import names of all frameworks that have an adapter."""
     return tuple(_ADAPTERS)

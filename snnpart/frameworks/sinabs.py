@@ -15,6 +15,7 @@ from sinabs.activation import MultiSpike, SingleSpike
 from sinabs.layers import StatefulLayer
 from torch import Tensor, nn
 
+from snnpart.errors import ConfigError
 from snnpart.facts import Domain
 from snnpart.frameworks.adapter import REAL, SPIKE, Adapter, empty, needs_grad
 
@@ -76,10 +77,19 @@ class SinabsAdapter(Adapter):
     def flops_per_element(self, module: nn.Module) -> float:
         return 10.0
 
-    def set_batch(self, module: nn.Module, size: int) -> None:
+    def set_batch(self, module: nn.Module, original: nn.Module, size: int, example: int) -> None:
+        """The written size shrinks as the batch does: it is not `size` where the rows [N*T] are what is counted."""
         layer: Any = module
-        if _squeezed(module) and layer.batch_size > 0:
-            layer.batch_size = size
+        written: Any = getattr(original, "batch_size", -1) if _squeezed(original) else -1
+        if written <= 0:
+            return
+        layer.batch_size, rest = divmod(written * size, example)
+        if rest:
+            raise ConfigError(
+                f"{size} rows are no whole number of samples: {example} rows were {written} samples",
+                where=type(module).__name__,
+                fix="give batches, and microbatches, of whole samples",
+            )
 
 
 def _ours(module: nn.Module) -> bool:

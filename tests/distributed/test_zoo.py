@@ -24,6 +24,14 @@ def is_neuron_state(module: nn.Module, key: str) -> bool:
     )
 
 
+def told(module: nn.Module, batch: int) -> nn.Module:
+    """The module, its layers that have a batch size written in (sinabs') told the microbatch's."""
+    for layer in module.modules():
+        if getattr(layer, "batch_size", -1) > 0:
+            layer.batch_size = batch
+    return module
+
+
 RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("small_sew-m", 4, {"tp": 2, "pp": 2, "microbatches": 2}),
     ("small_sew-m", 2, {"dp": "fsdp2", "microbatches": 2}),
@@ -39,6 +47,7 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("norse_sequential", 2, {"tp": 2}),
     ("sinabs_layers", 2, {"pp": 2, "microbatches": 2}),
     ("sinabs_from_model", 2, {"tp": 2}),
+    ("sinabs_from_model", 2, {"pp": 2, "microbatches": 2}),
     ("tied", 2, {"dp": "fsdp2"}),
     ("recurrent", 4, {"pp": 2, "tp": 2, "microbatches": 2}),
     ("unet", 4, {"pp": 2, "dp": "ddp"}),
@@ -60,7 +69,7 @@ def test_one_step_equals_one_process(pool: Pool, name: str, ranks: int, how: dic
         microbatches=how["microbatches"],
         reset=reset_state,
         batch_dim=model.in_dims,
-        call=lambda m, x: model.call(m, (x,)),
+        call=lambda m, x: model.call(told(m, x.shape[model.in_dims]), (x,)),
     )
     batches = [model.inputs(seed=rank)[0] for rank in range(dp)]
     loss = one.train_step([(x, torch.zeros(2)) for x in batches], ramp)

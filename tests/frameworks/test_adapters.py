@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import compat
+from snnpart.errors import ConfigError
 from snnpart.frameworks import adapter_for, is_leaf, preserved
 from tests.frameworks.neurons import every_case
 
@@ -125,9 +127,12 @@ def test_for_layout_sets_the_step_mode() -> None:
 
 def test_sinabs_squeeze_takes_the_local_batch() -> None:
     layers = pytest.importorskip("sinabs.layers")
-    lif = layers.LIFSqueeze(tau_mem=20.0, batch_size=4)
-    whole = lif(torch.ones(12, 3) * 30)
-    adapter = adapter_for(lif)
-    adapter.reset(lif)
-    adapter.set_batch(lif, 2)
-    assert torch.equal(lif(torch.ones(6, 3) * 30), whole[:6])
+    original = layers.LIFSqueeze(tau_mem=20.0, batch_size=4)
+    x = torch.rand(12, 3) * 60
+    whole = copy.deepcopy(original)(x)
+    for size, example in ((2, 4), (6, 12)):
+        lif = copy.deepcopy(original)
+        adapter_for(lif).set_batch(lif, original, size, example)
+        assert torch.equal(lif(x[:6]), whole[:6])
+    with pytest.raises(ConfigError, match="5 rows are no whole number of samples: 12 rows were 4 samples"):
+        adapter_for(lif).set_batch(lif, original, 5, 12)
