@@ -21,6 +21,7 @@ from snnpart import gate as gates
 from snnpart import schedules, simulate
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.errors import ConfigError, LaunchError, PlanError
+from snnpart.explain import Why
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims, tensor_leaves
 from snnpart.mesh import Mesh

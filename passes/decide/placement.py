@@ -67,7 +67,7 @@ class DecidePlacement:
         if self.tp == 1:
             return _replicate_all(graph)
         lanes = find_lanes(graph, self.tp)
-        pins = _read_pins(graph, lanes, self.pinned or {})
+        pins = pinned_choice(graph, lanes, self.pinned or {})
         choice = solve(graph, lanes, self.tp, self.profile, pins, shard_all=self.objective == "max")
         write_placements(graph, lanes, choice)
 
@@ -81,7 +81,7 @@ def apply_shards(graph: SpikeGraph, plan: Plan) -> None:
     if plan.tp == 1:
         return _replicate_all(graph)
     lanes = find_lanes(graph, plan.tp)
-    pins = _read_pins(graph, lanes, plan.shards)
+    pins = pinned_choice(graph, lanes, plan.shards)
     rules = {group: pins.rules.get(group, REPLICATE) for group in lanes.groups}
     group_of = lanes.group_of()
     states = {
@@ -118,8 +118,12 @@ def shards_by_path(graph: SpikeGraph) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _read_pins(graph: SpikeGraph, lanes: Lanes, pinned: Mapping[str, str]) -> Choice:
-    """Rules of groups and states of clusters that the pins fix."""
+def pinned_choice(graph: SpikeGraph, lanes: Lanes, pinned: Mapping[str, str]) -> Choice:
+    """Rules of groups and states of clusters that the pins (module path -> rule) fix.
+
+    Raises:
+        PlanError: a path does not exist, or cannot have its rule.
+    """
     groups = {path_of(node): group for group in lanes.groups for node in group.nodes}
     followers: dict[str, list[fx.Node]] = {}
     for node in graph.graph.nodes:

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from snnpart.errors import ConfigError
+from snnpart.explain import Why
+
 VERSION = 1
 
 
@@ -192,6 +195,22 @@ class Report:
     notices: tuple[str, ...]
     gate: dict[str, Any] | None
     graph: tuple[GraphNode, ...] = field(repr=False)
+
+    def why(self, path: str) -> Why:
+        """The rules that the layer at this module path could have, what a step would cost with each, and why the others
+        lost or are unavailable; print it.
+
+        Raises:
+            PlanError: the network has no such layer.
+            ConfigError: the report was not made by `ParallelProgram.report()`, which knows the graph and the machine.
+        """
+        explain = getattr(self, "_explain", None)
+        if explain is None:
+            raise ConfigError(
+                "this report does not know the alternatives of its plan", fix="use ParallelProgram.report()"
+            )
+        found: Why = explain(path)
+        return found
 
     def text(self, width: int = 120) -> str:
         """The report for a terminal `width` columns wide, without colours."""
