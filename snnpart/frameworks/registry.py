@@ -54,8 +54,9 @@ def is_leaf(module: nn.Module) -> bool:
 
 def set_batch(leaf: nn.Module, original: nn.Module, size: int, example: int) -> None:
     """Tell every layer of a leaf's copy that `size` samples come where `original` was traced with `example`."""
-    for module, source in zip(leaf.modules(), original.modules(), strict=True):
-        adapter_for(source).set_batch(module, source, size, example)
+    copies = dict(leaf.named_modules())  # a copy may hold more modules: those its unregistered tensors hang on
+    for path, source in original.named_modules():
+        adapter_for(source).set_batch(copies[path], source, size, example)
 
 
 def packages() -> tuple[str, ...]:
