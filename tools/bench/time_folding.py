@@ -1,0 +1,244 @@
+"""Forward and backward of networks with a loop over time: the program against the user's own eager loop.
+
+    python tools/bench/time_folding.py                    on the CPU, 2 threads
+    python tools/bench/time_folding.py --device cuda      the same on one GPU, and kernels launched in a step
+    python tools/bench/time_folding.py --quick            tiny networks, once; writes nothing unless --output says where
+
+The two take turns in one run; a time is the median of the repeats after one that warms up. The last point is a
+multi-step network given one image, with hoist-invariant against without. Both sides must come to the same loss, which
+is checked before anything is timed. Rows of another machine stay in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+from time_folding_nets import Net, loops, static  # noqa: E402
+
+from snnpart import parallelize  # noqa: E402
+
+COLUMNS = (
+    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
+    "versions", "status", "note",
+)  # fmt: skip
+KERNELS_RATIO = 2.0
+LOSSES_AGREE = 1e-3
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of every repeat of the two sides, and the kernels that a step of each launches (GPU only)."""
+
+    net: Net
+    peer: tuple[float, ...]
+    ours: tuple[float, ...]
+    kernels: tuple[int, int] | None = None
+    losses: tuple[float, float] = (0.0, 0.0)
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.peer) / statistics.median(self.ours)
+
+
+def eager(net: Net, model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """The user's step: forward, loss, backward."""
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(net.call(model, x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    return step
+
+
+def program(net: Net, model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> tuple[Step, str]:
+    """The same step of the compiled program on this process, and the passes that changed the graph."""
+    compiled = parallelize(model, example_inputs=x, verify="off", **net.options, **options)
+    running: Any = compiled.launch(check_inputs=False)
+
+    def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(net.answer(out), targets)
+
+    def step() -> float:
+        running.zero_grad()
+        return float(running.train_step(x, y, loss_fn))
+
+    changed = [record for record in compiled.compiled.passes if not record.name.startswith("analyze")]
+    return step, ", ".join(f"{r.name} {r.nodes_before} to {r.nodes_after} nodes" for r in changed)
+
+
+def measure(net: Net, device: str, repeats: int, hoisting: bool) -> Measured:
+    """Time the two sides in turn. With `hoisting` the peer is the program without hoist-invariant."""
+    torch.manual_seed(0)
+    model = net.make().to(device).train()
+    x = torch.rand(net.shape, device=device)
+    y = torch.arange(net.shape[net.batch_dim], device=device) % net.classes
+    ours, note = program(net, model, x, y)
+    peer = program(net, model, x, y, hoist=False)[0] if hoisting else eager(net, model, x, y)
+    losses = (peer(), ours())
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for step, seconds in zip((peer, ours), times, strict=True):
+            seconds.append(timed(step, device))
+    kernels = (launches(peer), launches(ours)) if device == "cuda" else None
+    return Measured(net, tuple(times[0]), tuple(times[1]), kernels, losses, note)
+
+
+def timed(step: Step, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def launches(step: Step) -> int:
+    """Kernels that a step launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    return sum(
+        event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem")
+        for event in found.events()
+    )
+
+
+def rows(measured: Measured, device: str, quick: bool, hoisting: bool) -> list[dict[str, Any]]:
+    """The rows of a point: seconds, and on a GPU kernels."""
+    peer_name = "snnpart, hoist=False" if hoisting else "eager loop"
+    wanted = None if quick else measured.net.limits.get(device)
+    a, b = statistics.median(measured.peer), statistics.median(measured.ours)
+    spread = (max(measured.ours) - min(measured.ours)) / b
+    agree = abs(measured.losses[0] - measured.losses[1]) <= LOSSES_AGREE * max(abs(measured.losses[0]), 1e-6)
+    made = [_row(measured, device, "forward + backward", "s", peer_name, (a, b), f"{spread:.2f}", wanted, agree)]
+    if measured.kernels is not None:
+        kernels_wanted = KERNELS_RATIO if measured.net.name.startswith("snntorch_conv") and not quick else None
+        made.append(_row(measured, device, "kernels", "1", peer_name, measured.kernels, "", kernels_wanted, agree))
+    return made
+
+
+def _row(
+    measured: Measured, device: str, metric: str, unit: str, peer_name: str, values: tuple[float, float], spread: str,
+    wanted: float | None, agree: bool,
+) -> dict[str, Any]:  # fmt: skip
+    ratio = values[0] / values[1]
+    notes = [measured.note] if metric != "kernels" else []
+    notes += [f"at least {wanted:g} wanted"] if wanted is not None else []
+    notes += [] if agree else [f"losses differ: {measured.losses[0]:.6g} and {measured.losses[1]:.6g}"]
+    entry = {
+        "bench": "time_folding",
+        "point": measured.net.name,
+        "metric": metric,
+        "unit": unit,
+        "peer_name": peer_name,
+        "peer": f"{values[0]:.4g}",
+        "ours": f"{values[1]:.4g}",
+        "ratio": f"{ratio:.3f}",
+        "repeats": len(measured.ours),
+        "spread": spread,
+        "machine": machine(device),
+        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
+        "status": "ok" if agree and (wanted is None or ratio >= wanted) else "failed",
+        "note": "; ".join(notes),
+    }
+    return {name: entry[name] for name in COLUMNS}
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} of {os.cpu_count()} cores {platform.machine()}"
+
+
+def write(table: list[dict[str, Any]], path: Path) -> None:
+    """Write the table; rows of other machines that the file holds stay."""
+    kept: list[dict[str, Any]] = []
+    machines = {entry["machine"] for entry in table}
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            kept = [entry for entry in csv.DictReader(file) if entry["machine"] not in machines]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*kept, *table])
+
+
+def plot(path: Path) -> Path:
+    """Draw the CSV: the ratio of every point, a panel a machine, with the line where both sides are equal."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "snnpart"
+    import matplotlib.pyplot as plt
+
+    with path.open(encoding="utf-8") as file:
+        table = [entry for entry in csv.DictReader(file) if entry["metric"] == "forward + backward" and entry["ratio"]]
+    machines = list(dict.fromkeys(entry["machine"] for entry in table))
+    figure, panels = plt.subplots(
+        1, len(machines), figsize=(6 * len(machines), 3.6), layout="constrained", squeeze=False
+    )
+    for panel, name in zip(panels[0], machines, strict=True):
+        chosen = [entry for entry in table if entry["machine"] == name]
+        colours = ["tab:blue" if entry["status"] == "ok" else "tab:red" for entry in chosen]
+        panel.barh([entry["point"] for entry in chosen], [float(entry["ratio"]) for entry in chosen], color=colours)
+        panel.axvline(1.0, color="black", linewidth=0.8)
+        panel.invert_yaxis()
+        panel.set(xlabel="times faster than the peer", title=name)
+    target = path.with_suffix(".svg")
+    figure.savefig(target, metadata={"Date": None})
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny networks, once")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--point", action="append", help="only points whose name starts so; may be given again")
+    parser.add_argument("--output", type=Path, help="CSV; default docs/results/time_folding.csv (not with --quick)")
+    options = parser.parse_args()
+    nets = [(net, False) for net in loops(options.quick)] + [(static(options.quick), True)]
+    if options.point:
+        nets = [(net, hoisting) for net, hoisting in nets if net.name.startswith(tuple(options.point))]
+    table: list[dict[str, Any]] = []
+    for net, hoisting in nets:
+        measured = measure(net, options.device, 1 if options.quick else options.repeats, hoisting)
+        table += rows(measured, options.device, options.quick, hoisting)
+        print(f"{net.name}: {measured.ratio:.2f} ({measured.note})", flush=True)
+    output = options.output or (None if options.quick else ROOT / "docs/results/time_folding.csv")
+    if output is not None:
+        write(table, output)
+        print(f"wrote {output} and {plot(output)}")
+    missed = [f"{entry['point']} ({entry['metric']})" for entry in table if entry["status"] != "ok"]
+    if missed:
+        print(f"missed: {', '.join(missed)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
