@@ -9,7 +9,8 @@ from snnpart.passes.analyze.repeats import AnalyzeRepeats
 from snnpart.passes.analyze.state import AnalyzeState
 from snnpart.passes.analyze.time import AnalyzeTime
 from snnpart.passes.rewrite.canonicalize import Canonicalize
+from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 
-REWRITE: tuple[Pass, ...] = (Canonicalize(), HoistInvariant())
+REWRITE: tuple[Pass, ...] = (Canonicalize(), FoldTime(), HoistInvariant())
 ANALYZE: tuple[Pass, ...] = (AnalyzeState(), AnalyzeTime(), AnalyzeDomain(), AnalyzeCost(), AnalyzeRepeats())

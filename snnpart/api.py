@@ -31,6 +31,7 @@ from snnpart.passes.decide import decide
 from snnpart.passes.decide.constraints import pins_for
 from snnpart.passes.decide.why import why
 from snnpart.passes.lower import lower
+from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
@@ -63,6 +64,7 @@ class Options:
     shard: Shard = "max"
     verify: Verify = "full"
     hoist: bool = True
+    fold: bool = True
     reset: Callable[[nn.Module], None] | None = None
     profile: MachineProfile | None = None
 
@@ -99,6 +101,7 @@ def parallelize(
     shard: Shard = "max",
     verify: Verify = "full",
     hoist: bool = True,
+    fold: bool = True,
     memory: Any = None,
     reset: Callable[[nn.Module], None] | None = None,
     profile: MachineProfile | None = None,
@@ -126,6 +129,7 @@ def parallelize(
             memory), "time" (the fastest plan, which may leave layers whole), or a dict of module paths or patterns to
             rules, `{"layer4.*": "column", "fc": "replicate"}`; what it does not name is decided as with "max".
         verify: "off", "trace" (compare the traced graph with the model), or "full" (the lowered program too).
+        fold: run what a time loop does at every step in one call over all steps, where no step needs another.
         hoist: compute what is repeated over time (a static image through the stem) once.
         memory: not available yet.
         reset: resets the model's state, where snnpart cannot find out how.
@@ -172,6 +176,7 @@ def parallelize(
         shard=shard,
         verify=verify,
         hoist=hoist,
+        fold=fold,
         reset=reset,
         profile=profile,
     )
@@ -339,7 +344,8 @@ def compile_program(
     profile = options.profile or default_profile()
     graph = trace_model(model, inputs, options, model.training if training is None else training)
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
-    rewrites = [item for item in REWRITE if options.hoist or not isinstance(item, HoistInvariant)]
+    left_out = {name for name, wanted in ((FoldTime.name, options.fold), (HoistInvariant.name, options.hoist)) if not wanted}
+    rewrites = [item for item in REWRITE if item.name not in left_out]
     records = PassManager((*rewrites, *ANALYZE)).run(graph)
     decided = decide(
         graph,

@@ -10,7 +10,9 @@ from torch import fx
 from snnpart import ops
 from snnpart.ops_time import TIME_OPS, Loop, leaf_paths
 
-_DROPOUT_NAMES = "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu"
+DROPOUTS = frozenset(
+    ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"]
+)
 _DRAW_NAMES = (
     "rand randn randint randperm rand_like randn_like randint_like bernoulli poisson normal multinomial gumbel_softmax "
     "bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_"
@@ -18,7 +20,7 @@ _DRAW_NAMES = (
 DRAWN = ("dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d", "rand_like", "randn_like")
 """Random operations of which a rank can keep its own part: a mask to multiply with, or numbers for each element."""
 
-_RANDOM = frozenset([*_DROPOUT_NAMES.split(), *_DRAW_NAMES.split(), "drawn_slice"])
+_RANDOM = frozenset([*DROPOUTS, "rrelu", *_DRAW_NAMES.split(), "drawn_slice"])
 _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__", "and_", "or_"})
 
 

@@ -153,8 +153,12 @@ class Watch(fx.Interpreter):
 
     def __init__(self, body: Body, graph: SpikeGraph, seen: Observed) -> None:
         super().__init__(body, graph=graph.graph)
-        self.source, self.seen = graph, seen
+        self.source, self.source_body, self.seen = graph, body, seen
         self.extra_traceback = False
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function, or a loop over the body's leaves."""
+        return super().call_function(self.source_body.bound(target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)

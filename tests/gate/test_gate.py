@@ -16,6 +16,7 @@ from snnpart.errors import VerifyError
 from snnpart.gate import check_program, check_trace
 from snnpart.gate.compare import TOLERANCES
 from snnpart.graph import SpikeGraph, output_node
+from snnpart.ops_time import batch_norm_repeated, batch_norm_steps
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.decide import decide
@@ -158,8 +159,8 @@ def test_the_lowered_program_is_compared_too(x: Tensor) -> None:
     report = check_program(net, compiled, x)
     assert report.program is not None and report.program.output < 1e-12 and report.program.gradient < 1e-12
     for stage in compiled.stages.values():
-        node = next(n for n in stage.graph.nodes if n.target is ops.batch_norm)
-        node.args = (*node.args[:8], 0.3)
+        node = next(n for n in stage.graph.nodes if n.target in (ops.batch_norm, batch_norm_steps, batch_norm_repeated))
+        node.args = (*node.args[:8], 0.3, *node.args[9:])
     with pytest.raises(VerifyError, match=r"Net, tp=2, pp=1: the lowered program differs from the module: output '0'"):
         check_program(net, compiled, x, report)
 

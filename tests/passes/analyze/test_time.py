@@ -16,9 +16,9 @@ from snnpart.facts import State, TimeRole, Value
 from snnpart.graph import SpikeGraph
 from snnpart.ops import Surrogate
 from snnpart.pass_manager import PassManager
-from snnpart.passes import REWRITE
 from snnpart.passes.analyze.state import AnalyzeState
 from snnpart.passes.analyze.time import AnalyzeTime
+from snnpart.passes.rewrite.canonicalize import Canonicalize
 from snnpart.trace import trace
 from tests.graphs import calls, graph_of
 from tests.zoo import ZOO
@@ -28,7 +28,7 @@ FRAMES = torch.rand(T, N, 3, 4, 4)
 
 
 def analysed(graph: SpikeGraph) -> SpikeGraph:
-    PassManager([*REWRITE, AnalyzeState(), AnalyzeTime()]).run(graph)
+    PassManager([Canonicalize(), AnalyzeState(), AnalyzeTime()]).run(graph)
     return graph
 
 
