@@ -160,16 +160,20 @@ def run_stage(
     assigned = {node.args[0] for graph in graphs for node in graph.nodes if node.target is ops.assign}
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
         if nodes[0].op == "output":
-            return [tuple(map_arg(node.args[0], own.__getitem__)) for node, own in zip(nodes, values)]  # type: ignore[arg-type]
+            return [_results(node, own) for node, own in zip(nodes, values)]
         if nodes[0].op == "placeholder":
             made: Sequence[Any] = [next(own) for own in waiting]
         elif nodes[0].op == "call_function" and nodes[0].target in ops.COLLECTIVES:
-            made = collective(nodes[0], [own[node.args[0]] for node, own in zip(nodes, values)])
+            made = collective(nodes[0], [_read(own[node.args[0]], node) for node, own in zip(nodes, values)])
         else:
             made = _each_rank(nodes, bodies, values, training, assigned)
         for rank in ranks:
             values[rank][nodes[rank]] = made[rank]
     raise AssertionError("a graph without output")
+
+
+def _results(output: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
+    return tuple(map_arg(output.args[0], lambda node: _read(values[node], output)))  # type: ignore[arg-type]
 
 
 def _each_rank(

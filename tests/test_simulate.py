@@ -156,3 +156,28 @@ def test_another_plan_does_not_change_the_run() -> None:
         for tp, pp in ((1, 1), (2, 1), (1, 4), (2, 3))
     ]
     assert all(torch.allclose(outputs[0], other, atol=1e-12) for other in outputs[1:])
+
+
+def test_a_buffer_that_is_assigned_is_read_as_it_was_before() -> None:
+    """Also where its channels are cut for a sharded layer, and where it is an output."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+            self.register_buffer("seen", torch.linspace(0, 1, 6, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = torch.relu(self.first(x))
+            before = self.seen
+            out = self.second(hidden * (1 + self.seen))
+            self.seen = self.seen + hidden.detach().sum(0)
+            return out, before
+
+    torch.manual_seed(0)
+    module, inputs = Counting().double(), (torch.randn(4, 4, dtype=torch.float64),)
+    program = compiled(module, inputs, tp=2, pp=2, pinned=Plan(tp=2, pp=2, shards={"first": "column"}))
+    run = simulate.run(program, inputs, training=True)
+    for made, right in zip(run.outputs, module(*inputs), strict=True):
+        assert torch.allclose(made, right)
+    assert torch.allclose(run.buffers()["seen"], module.seen)
