@@ -50,7 +50,7 @@ Steps = Annotated[int | None, typer.Option("--time-steps", help="T: call a singl
 Tp = Annotated[int, typer.Option(help="ranks that share the channels of each layer")]
 Pp = Annotated[int, typer.Option(help="pipeline stages")]
 Microbatches = Annotated[int | None, typer.Option(help="parts of a batch in the pipeline; default pp")]
-Schedule = Annotated[str, typer.Option(help="1f1b or gpipe")]
+Schedule = Annotated[str, typer.Option(help="1f1b, gpipe, interleaved-1f1b, interleaved-zb or zbv")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON of a plan to keep")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write instead of the terminal")]
 Verify = Annotated[str, typer.Option(help="compare with the model: off, trace or full")]

@@ -6,7 +6,7 @@ A plan in which every decision is pinned is given back unchanged in meaning; wha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from snnpart import facts, schedules
 from snnpart.costs import MachineProfile
@@ -27,6 +27,7 @@ def decide(
     microbatches: int = 1,
     schedule: str = "1f1b",
     stages_per_rank: int = 0,
+    split_at: Sequence[str] | None = None,
     dp: str = "ddp",
     pinned: Plan | None = None,
     profile: MachineProfile,
@@ -45,7 +46,9 @@ def decide(
     work = graph.copy()
     pins = {**pins_for(graph, tp, shard or {}), **(pinned.shards if pinned else {})}
     DecidePlacement(tp, profile, pins, objective).run(work)
-    DecideStages(pp * per_rank, profile, tp, pinned.stages if pinned else None, per_rank).run(work)
+    DecideStages(
+        pp * per_rank, profile, tp, pinned.stages if pinned else None, per_rank, None if pinned else split_at
+    ).run(work)
     return Plan(
         tp=tp,
         pp=pp,

@@ -40,6 +40,7 @@ class DecideStages:
     """Writes `Stage` on every node; on one that each stage computes for itself (`everywhere`) the first that does.
 
     `pp` counts the stages of all ranks, `per_rank` of them on each.
+    `split_at`: module paths that begin the stages 1, 2, ..., instead of the best cut.
     `pinned` maps module paths (or tensor names) to stages; a path counts for everything below it.
     """
 
@@ -53,6 +54,7 @@ class DecideStages:
     tp: int = 1
     pinned: Mapping[str, int] | None = None
     per_rank: int = 1
+    split_at: Sequence[str] | None = None
 
     def run(self, graph: SpikeGraph) -> None:
         """Raises PlanError: fewer parts than stages, or pins that contradict the order of the network."""
@@ -65,7 +67,8 @@ class DecideStages:
         pins = {part: pin for part in parts.keyed if (pin := _pin(self.pinned or {}, part.keys)) is not None}
         _check_count(graph, parts, self.pp, self.per_rank)
         order = _order(parts, pins)
-        cuts = _cut(self, graph, parts, pins, order)
+        chosen = _cut(self, graph, parts, pins, order) if self.split_at is None else None
+        cuts = chosen if chosen is not None else cuts_at(self.split_at or (), order, self.pp)
         stage_of = {part: int(np.searchsorted(cuts, place, side="right")) for place, part in enumerate(order)}
         write_stages(graph, parts, stage_of, self.pinned or {})
 
@@ -100,9 +103,10 @@ def apply_stages(graph: SpikeGraph, plan: Plan) -> None:
             raise PlanError("the plan gives it no stage", where=f"'{part.keys[0]}'", fix=fix)
         stage_of[part] = stage
     empty = sorted(set(range(plan.stage_count)) - (set(stage_of.values()) or {0}))
+    many = f" with {plan.stages_per_rank} stages a rank" if plan.stages_per_rank > 1 else ""
     if empty:
         raise PlanError(
-            f"stages {empty} of {plan.stage_count} hold no layer", fix="give each stage a module, or lower pp"
+            f"stages {empty} of pp={plan.pp}{many} hold no layer", fix="give each stage a module, or lower pp"
         )
     write_stages(graph, parts, stage_of, plan.stages)
 
@@ -205,6 +209,62 @@ def _cut(
             fix="pin fewer modules, or leave room for every stage between them",
         )
     return cuts
+
+
+def cuts_at(paths: Sequence[str], order: Sequence[Part], stages: int) -> list[int]:
+    """First places (in `order`) of the stages that begin with these module paths.
+
+    Raises:
+        PlanError: a path is not there, cannot be cut from what stands before it, or does not come after the one before;
+            or they make another number of stages.
+    """
+    if len(paths) != stages - 1:
+        raise PlanError(
+            f"split_at names {len(paths)} modules, which makes {len(paths) + 1} stages instead of {stages}",
+            fix=f"name the {stages - 1} modules that begin the stages 1 to {stages - 1}"
+            if stages > 1
+            else "leave it out",
+        )
+    cuts: list[int] = []
+    for path in paths:
+        place = _first_place(path, order)
+        _check_cut(path, order, place, cuts[-1] if cuts else 0)
+        cuts.append(place)
+    return cuts
+
+
+def _is_below(key: str, path: str) -> bool:
+    return key == path or key.startswith(f"{path}.")
+
+
+def _first_place(path: str, order: Sequence[Part]) -> int:
+    """Where the first part stands that holds something of the module."""
+    found = next((i for i, part in enumerate(order) if any(_is_below(key, path) for key in part.keys)), None)
+    if found is None:
+        owners = list(dict.fromkeys(key.split(".")[0] for part in order for key in part.keys))
+        raise PlanError(
+            "split_at names it, but no tensor or neuron layer that the network uses lies there",
+            where=f"'{path}'",
+            fix="name the module where the stage begins",
+            choices=owners[:20],
+        )
+    return found
+
+
+def _check_cut(path: str, order: Sequence[Part], place: int, before: int) -> None:
+    """Refuse a cut in the midst of a part, at the start, or not after the cut before."""
+    joined = [key for key in order[place].keys if not _is_below(key, path)]
+    if joined:
+        raise PlanError(
+            f"no stage can begin there: it cannot be cut from '{joined[0]}'",
+            where=f"'{path}'",
+            fix="they share a tensor or a neuron layer, or lie on one loop over time; begin the stage elsewhere",
+        )
+    if place <= before:
+        what = (
+            "it is where the network begins" if place == 0 else "it does not come after the start of the stage before"
+        )
+        raise PlanError(f"no stage can begin there: {what}", where=f"'{path}'", fix="name the modules as they run")
 
 
 def _places(parts: Parts, place: Mapping[int, int]) -> dict[fx.Node, int]:

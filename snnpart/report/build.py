@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import snnpart
-from snnpart import facts
+from snnpart import facts, timeline
 from snnpart.explain import Why
 from snnpart.facts import Checkpoint, Cost
 from snnpart.program import CompiledProgram
@@ -39,6 +39,7 @@ def _build(compiled: CompiledProgram, gate: Any) -> data.Report:
         network=_network(compiled),
         topology=_topology(compiled),
         stages=_stages(compiled),
+        schedule=_schedule(compiled),
         sharded=layers.sharded(compiled, moves),
         replicated=layers.replicated(compiled),
         collectives=moves,
@@ -103,6 +104,14 @@ def _stage(compiled: CompiledProgram, stage: int, time: float, balance: float) -
         peak_bytes=max(rank.predicted_bytes for rank in ranks),
         balance=balance,
     )
+
+
+def _schedule(compiled: CompiledProgram) -> data.ScheduleGrid | None:
+    """The grid; None without a pipeline."""
+    if compiled.plan.pp == 1:
+        return None
+    ticks = timeline.in_ticks(compiled.schedule)
+    return data.ScheduleGrid(ticks.grid(), timeline.predicted(compiled).bubble, ticks.bubble)
 
 
 def _boundaries(compiled: CompiledProgram) -> tuple[data.BoundaryRow, ...]:

@@ -61,6 +61,17 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduleGrid:
+    """The pipeline schedule, a line a rank, a column a tick: `0F1` is stage 0, forward, microbatch 1; B the backward,
+    I and W its halves. Stages count as equal there. `bubble` is the share of time in which ranks wait, by the
+    predicted times of the stages; `bubble_of_equal_stages` what the schedule itself costs."""
+
+    lines: tuple[str, ...]
+    bubble: float
+    bubble_of_equal_stages: float
+
+
+@dataclass(frozen=True, slots=True)
 class ShardRow:
     """A layer that is split over tp: the rule, how each of its tensors lies (`weight: S(0) 32+32`), the collectives at
     it and the bytes they move in a step."""
@@ -183,6 +194,7 @@ class Report:
     network: Network
     topology: Topology
     stages: tuple[StageRow, ...]
+    schedule: ScheduleGrid | None
     sharded: tuple[ShardRow, ...]
     replicated: tuple[ReplicatedRow, ...]
     collectives: tuple[CollectiveRow, ...]

@@ -92,6 +92,14 @@ def _stages(report: Report) -> list[Section]:
     return _table("Stages", columns, rows)
 
 
+def _schedule(report: Report) -> list[Section]:
+    grid = report.schedule
+    if grid is None:
+        return []
+    bubble = f"{grid.bubble:.0%} by predicted times, {grid.bubble_of_equal_stages:.0%} with equal stages"
+    return _lines(f"Schedule {report.topology.schedule}: ranks wait {bubble}", grid.lines)
+
+
 def _sharded(report: Report) -> list[Section]:
     columns = ("layer", "operation", ">stage", "rule", "tensors", "collectives", ">bytes a step")
     rows = [
@@ -169,4 +177,4 @@ def gate_value(value: Any) -> str:
     return str(value)
 
 
-SECTIONS = (_stages, _sharded, _replicated, _boundaries, _checkpoints, _found, _gate, _passes)
+SECTIONS = (_stages, _schedule, _sharded, _replicated, _boundaries, _checkpoints, _found, _gate, _passes)

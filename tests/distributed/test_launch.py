@@ -48,7 +48,7 @@ def test_bad_inputs_are_errors_on_all_ranks(pool: Pool) -> None:
     found = same_on_all(pool.run(JOBS + "bad_inputs", ranks=4))
     wanted = {
         "nan": "rank 3, input 'x': 1 of 54 numbers are NaN or Inf",
-        "small": "a batch of 2 samples cannot be cut into 3 microbatches",
+        "small": "the pp and tp ranks of dp 0 were given batches of different sizes",
         "targets": "a target of shape (5,) does not have the batch of 9 samples at dim 0",
         "count": "2 input tensors were given, the program takes 1",
         "dims": "input 'x' has shape (6,), 1 dims instead of 2",

@@ -38,6 +38,13 @@ def test_stages_hold_what_the_program_holds(report: Report) -> None:
     assert first.peak_bytes == 3 << 20 and first.flops > second.flops > 0
 
 
+def test_schedule_is_a_grid_with_its_bubble(report: Report) -> None:
+    assert report.schedule is not None
+    assert report.schedule.lines[1].startswith("rank 1 |     1F0")
+    assert 0 < report.schedule.bubble < 1 and 0 < report.schedule.bubble_of_equal_stages < 1
+    assert "ranks wait" in report.text() and report.schedule.lines[0] in report.text()
+
+
 def test_split_layers_name_rule_pieces_and_bytes(report: Report) -> None:
     rows = {row.module: row for row in report.sharded}
     assert set(rows) == {"block.conv1", "block.conv2", "block.lif"}
