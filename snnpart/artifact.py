@@ -33,6 +33,7 @@ from snnpart.facts import Value
 from snnpart.fingerprint import fingerprint
 from snnpart.graph import SpikeGraph
 from snnpart.ops import Surrogate
+from snnpart.ops_time import all_nodes
 from snnpart.plan import Plan
 from snnpart.program import Action, CompiledProgram, PassRecord, Port, StageProgram, TensorSlice
 
@@ -237,7 +238,7 @@ def _modules(compiled: CompiledProgram) -> Iterator[str]:
     """Top-level packages whose classes the program needs: neurons, surrogates, NamedTuples of the user's structures."""
     kinds: set[type] = {type(part) for info in compiled.source.leaves.values() for part in info.module.modules()}
     graphs = [compiled.source.graph, *(stage.graph for stage in compiled.stages.values())]
-    kinds |= {n.target.function for graph in graphs for n in graph.nodes if isinstance(n.target, Surrogate)}
+    kinds |= {n.target.function for graph in graphs for n in all_nodes(graph) if isinstance(n.target, Surrogate)}
     for spec in (compiled.source.in_spec, compiled.source.out_spec):
         kinds |= {type(part) for part in _containers(tree_unflatten([None] * spec.num_leaves, spec))}
     leaves = frameworks.leaf_packages([frameworks.encode_leaf(info.module) for info in compiled.source.leaves.values()])

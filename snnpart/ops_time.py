@@ -85,6 +85,15 @@ def _run(
     return tuple(torch.stack(kept) if keep == "all" else kept[0] for kept, keep in zip(results, loop.keep, strict=True))
 
 
+def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every node of a graph and of the loops in it."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, Loop):
+            for inner in node.target.graphs:
+                yield from all_nodes(inner)
+
+
 def leaf_paths(node: fx.Node) -> tuple[str, ...]:
     """The leaves that a node calls: that of a `call_module`, or those inside a loop."""
     if node.op == "call_module":

@@ -59,10 +59,16 @@ def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
     return list(groups.values())
 
 
+def is_layer(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the group calls a layer: a function that is called twice in a line says little."""
+    return kinds.kind_of(nodes[0]) != "surrogate"
+
+
 def _length(graph: SpikeGraph, groups: list[list[fx.Node]]) -> int:
     if graph.time_steps is not None:
         return graph.time_steps
-    counts = Counter(len(nodes) for nodes in groups if len(nodes) > 1)
+    layers = [nodes for nodes in groups if is_layer(nodes)]
+    counts = Counter(len(nodes) for nodes in layers or groups if len(nodes) > 1)
     return max(counts, key=lambda count: (counts[count], -count)) if counts else 1
 
 

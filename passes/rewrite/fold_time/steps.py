@@ -37,7 +37,7 @@ class Steps:
 def find(graph: SpikeGraph) -> Steps | None:
     """The steps of the graph's time loop; None when there is no loop of two steps or more."""
     groups = [] if _takes_all_steps(graph) else loops.find(graph).groups
-    if not groups:
+    if not any(loops.is_layer(nodes) for nodes in groups):
         return None
     count = graph.time_steps or min(len(nodes) for nodes in groups)
     seeds = {node: place * count // len(nodes) for nodes in groups for place, node in enumerate(nodes)}
