@@ -2,7 +2,7 @@
 
 Each collective is an `autograd.Function` which holds its process group, so that backward needs no global state. Pieces
 may have different sizes on the ranks: a gather pads them to the longest and cuts the padding away. gloo cannot
-reduce-scatter every dtype, so `reduce_scatter` is an all-reduce followed by the rank's own slice.
+reduce-scatter every dtype, so there it is an all-reduce followed by the rank's own slice.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from snnpart.bits import States
 from snnpart.facts import Pieces
 from snnpart.ops import select_pieces
+from snnpart.runtime.kernels.bits import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,32 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
     return total
 
 
-def gather_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+def scatter_sum_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+    """This rank's pieces of `dim` of the sum of x over the ranks, contiguous. Not differentiable."""
+    if axis.group is None or dist.get_backend(axis.group) != "nccl":
+        return select_pieces(sum_over(x, axis), dim, pieces[axis.index]).clone(memory_format=torch.contiguous_format)
+    sizes = [sum(stop - start for start, stop in held) for held in pieces]
+    source = x.detach().movedim(dim, 0)
+    parts = source.new_zeros((axis.size, max(sizes), *source.shape[1:]))
+    for part, held, size in zip(parts, pieces, sizes, strict=True):
+        part[:size] = select_pieces(source, 0, held)
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=axis.group)
+    return own[: sizes[axis.index]].movedim(0, dim).contiguous()
+
+
+def gather_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], states: States | None = None) -> Tensor:
     """The whole value from the ranks' pieces of `dim`, contiguous. Not differentiable.
 
     Args:
         x: this rank's pieces, one after the other along `dim`.
         pieces: for each rank of the axis the intervals of the whole dim that it holds.
+        states: send x as bits, see `snnpart.bits`.
     """
     if axis.group is None:
         return x.detach().contiguous()
     sizes = [sum(stop - start for start, stop in held) for held in pieces]
-    parts = _all_gather_padded(x.detach().movedim(dim, 0), axis, max(sizes))
+    parts = _all_gather_padded(x.detach().movedim(dim, 0), axis, max(sizes), states)
     whole = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
     for part, held in zip(parts, pieces, strict=True):
         offset = 0
@@ -64,14 +81,19 @@ def gather_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Te
     return whole
 
 
-def _all_gather_padded(x: Tensor, axis: Axis, length: int) -> tuple[Tensor, ...]:
+def _all_gather_padded(x: Tensor, axis: Axis, length: int, states: States | None) -> tuple[Tensor, ...]:
     """x of every rank, padded along dim 0 to `length`. Booleans travel as bytes, which every backend can gather."""
-    local = x.new_zeros((length, *x.shape[1:]))
+    local = x.new_full((length, *x.shape[1:]), states[0] if states and x.dtype is not torch.bool else 0)
     local[: x.shape[0]] = x
-    wire = local.view(torch.uint8) if local.dtype is torch.bool else local
+    if states is not None:
+        wire = pack(local, states)
+    else:
+        wire = local.view(torch.uint8) if local.dtype is torch.bool else local
     parts = [torch.empty_like(wire) for _ in axis.ranks]
     if wire.numel():
         dist.all_gather(parts, wire, group=axis.group)
+    if states is not None:
+        return tuple(unpack(part, local.numel(), states, local.dtype).view(local.shape) for part in parts)
     return tuple(part.view(local.dtype) for part in parts)
 
 
@@ -98,13 +120,19 @@ class _GradAllReduce(Function):
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-        ctx.dim, ctx.own = dim, pieces[axis.index]
-        return gather_over(x, axis, dim, pieces)
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], states: States | None, partial: bool
+    ) -> Tensor:
+        ctx.axis, ctx.dim, ctx.pieces, ctx.partial = axis, dim, pieces, partial
+        return gather_over(x, axis, dim, pieces, states)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return select_pieces(grads[0], ctx.dim, ctx.own).contiguous(), None, None, None
+        if ctx.partial:
+            grad = scatter_sum_over(grads[0], ctx.axis, ctx.dim, ctx.pieces)
+        else:
+            grad = select_pieces(grads[0], ctx.dim, ctx.pieces[ctx.axis.index]).contiguous()
+        return grad, None, None, None, None, None
 
 
 class _Shard(Function):
@@ -122,7 +150,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
         ctx.axis, ctx.dim, ctx.pieces = axis, dim, pieces
-        return select_pieces(sum_over(x, axis), dim, pieces[axis.index]).clone(memory_format=torch.contiguous_format)
+        return scatter_sum_over(x, axis, dim, pieces)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -143,8 +171,16 @@ class GroupCollectives:
         result: Tensor = _GradAllReduce.apply(x, self.axes[axis])
         return result
 
-    def all_gather(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-        result: Tensor = _AllGather.apply(x, self.axes[axis], dim % x.dim(), pieces)
+    def all_gather(
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        pieces: Sequence[Pieces],
+        states: States | None = None,
+        partial: bool = False,
+    ) -> Tensor:
+        result: Tensor = _AllGather.apply(x, self.axes[axis], dim % x.dim(), pieces, states, partial)
         return result
 
     def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from snnpart import ops
+from snnpart import bits, ops
 from snnpart.effects import is_random
 from snnpart.facts import Pieces
 from snnpart.graph import TRAINING, Body
@@ -67,15 +67,21 @@ class _GradAllReduce(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dim: int, pieces: Sequence[Pieces], *xs: Tensor) -> Ranks:
-        ctx.dim, ctx.pieces = dim, pieces
-        whole = join(xs, dim, pieces)
+    def forward(ctx: Any, dim: int, pieces: Sequence[Pieces], states: Any, partial: bool, *xs: Tensor) -> Ranks:
+        ctx.dim, ctx.pieces, ctx.partial = dim, pieces, partial
+        whole = join([_through_bits(x, states) for x in xs], dim, pieces)
         return tuple(whole.clone() for _ in xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        own = [ops.select_pieces(grad, ctx.dim, piece) for grad, piece in zip(grads, ctx.pieces, strict=True)]
-        return (None, None, *own)
+        whole = [_sum(grads)] * len(grads) if ctx.partial else grads
+        own = [ops.select_pieces(grad, ctx.dim, piece) for grad, piece in zip(whole, ctx.pieces, strict=True)]
+        return (None, None, None, None, *own)
+
+
+def _through_bits(x: Tensor, states: bits.States | None) -> Tensor:
+    """x as it arrives when it travels as bits."""
+    return x if states is None else bits.unpack(bits.pack(x, states), x.numel(), states, x.dtype).reshape(x.shape)
 
 
 class _Shard(torch.autograd.Function):
@@ -114,7 +120,7 @@ class _OneOfAll(torch.autograd.Function):
 
 
 _WITHOUT_DIM: Mapping[Any, Any] = {ops.all_reduce: _AllReduce, ops.grad_all_reduce: _GradAllReduce}
-_WITH_DIM: Mapping[Any, Any] = {ops.all_gather: _AllGather, ops.shard: _Shard, ops.reduce_scatter: _ReduceScatter}
+_WITH_DIM: Mapping[Any, Any] = {ops.shard: _Shard, ops.reduce_scatter: _ReduceScatter}
 
 
 def collective(node: fx.Node, xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -123,6 +129,8 @@ def collective(node: fx.Node, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return list(xs)
     if node.target in _WITHOUT_DIM:
         found: Sequence[Tensor] = _WITHOUT_DIM[node.target].apply(*xs)
+    elif node.target is ops.all_gather:
+        found = _AllGather.apply(node.args[2], node.args[3], *ops.gather_options(node), *xs)
     else:
         found = _WITH_DIM[node.target].apply(node.args[2], node.args[3], *xs)
     return found

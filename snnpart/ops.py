@@ -14,7 +14,7 @@ layer that stays whole (`call_module`). What stands here:
 
       all_reduce       P -> R   forward sum over ranks           backward identity
       grad_all_reduce  R -> R   forward identity                 backward sum over ranks
-      all_gather       S -> R   forward gather along dim         backward own slice
+      all_gather       S -> R   forward gather along dim         backward own slice, or (`partial`) reduce-scatter
       shard            R -> S   forward own slice along dim      backward gather
       reduce_scatter   P -> S   forward sum, then own slice      backward gather
 
@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from snnpart.errors import LaunchError
 from snnpart.facts import Pieces
@@ -164,7 +164,15 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
     def grad_all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
-    def all_gather(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
+    def all_gather(
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        pieces: Sequence[Pieces],
+        states: tuple[int, int] | None = None,
+        partial: bool = False,
+    ) -> Tensor: ...
     def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
 
@@ -199,9 +207,28 @@ def grad_all_reduce(x: Tensor, axis: str) -> Tensor:
     return _current().grad_all_reduce(x, axis)
 
 
-def all_gather(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-    """The whole value from the ranks' pieces of `dim`; the gradient is cut back to the rank's own pieces."""
-    return _current().all_gather(x, axis, dim, pieces)
+def all_gather(
+    x: Tensor,
+    axis: str,
+    dim: int,
+    pieces: Sequence[Pieces],
+    states: tuple[int, int] | None = None,
+    partial: bool = False,
+) -> Tensor:
+    """The whole value from the ranks' pieces of `dim`; the gradient is cut back to the rank's own pieces.
+
+    Args:
+        states: (lowest number, how many whole numbers): x holds only these and travels as bits (see `bits`).
+        partial: each rank has only its part of the gradient: it is summed over the ranks before it is cut.
+    """
+    return _current().all_gather(x, axis, dim, pieces, states, partial)
+
+
+def gather_options(node: fx.Node) -> tuple[tuple[int, int] | None, bool]:
+    """`states` and `partial` of an all_gather node."""
+    states: Any = node.args[4] if len(node.args) > 4 else node.kwargs.get("states")
+    partial = node.args[5] if len(node.args) > 5 else node.kwargs.get("partial", False)
+    return states, bool(partial)
 
 
 def shard(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:

@@ -15,7 +15,7 @@ from snnpart.errors import PlanError
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.lanes import REPLICATE, Lanes, find_lanes, path_of
 
-RULES = ("column", "row", "group", "shard", REPLICATE)
+RULES = ("column", "row", "scatter", "group", "shard", REPLICATE)
 
 
 def pins_for(graph: SpikeGraph, tp: int, shard: Mapping[str, str]) -> dict[str, str]:

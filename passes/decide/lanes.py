@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from snnpart import facts
-from snnpart.facts import Partial, Sharded, Spread
+from snnpart.facts import Sharded, Spread
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.rules import Ask, Deal, Declined, Misdealt, Row, extent, is_tensor
@@ -41,13 +41,20 @@ class Group:
     def rules(self) -> tuple[str, ...]:
         return (*self.rows, REPLICATE)
 
-    def rule_with(self, node: fx.Node, kind: type[Sharded] | type[Partial]) -> str | None:
-        """The rule by which the result of `node` is dealt out (Sharded), or left as a sum over ranks (Partial).
+    def dealing(self, node: fx.Node) -> tuple[str, ...]:
+        """The rules by which the result of `node` is dealt out over the ranks.
 
-        It is "column" or "row", but in a group of an embedding and a head tied to it the head's are swapped.
+        A rule is named for the first of `nodes`: with an embedding in front, "column" sums over a tied head's input.
         """
-        at = self.nodes.index(node)
-        return next((rule for rule, rows in self.rows.items() if isinstance(rows[at].output, kind)), None)
+        return tuple(rule for rule in self.rows if isinstance(self._row(rule, node).output, Sharded))
+
+    def slicing(self, node: fx.Node) -> tuple[str, ...]:
+        """The rules by which `node` reads only the rank's share of its input."""
+        at = node.all_input_nodes.index(data_of(node))
+        return tuple(rule for rule in self.rows if isinstance(self._row(rule, node).inputs[at], Sharded))
+
+    def _row(self, rule: str, node: fx.Node) -> Row:
+        return self.rows[rule][self.nodes.index(node)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +245,8 @@ def _group(walk: _Walk, nodes: list[fx.Node]) -> Group:
     for rule, start in walk.matrices[nodes[0]][0].items():
         chosen, slices = [start], _slices(nodes[0], start)
         for node in nodes[1:]:
-            fitting = (found for found in walk.matrices[node][0].values() if _agree(slices, _slices(node, found)))
-            found = next(fitting, None)
+            fitting = [found for found in walk.matrices[node][0].values() if _agree(slices, _slices(node, found))]
+            found = min(fitting, key=lambda found: found.rule != rule, default=None)
             if found is not None:
                 chosen.append(found)
                 slices |= _slices(node, found)

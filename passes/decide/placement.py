@@ -93,7 +93,7 @@ def apply_shards(graph: SpikeGraph, plan: Plan) -> None:
 
 def _deals(group: Group, node: fx.Node, rules: Mapping[Group, str]) -> bool:
     """Whether the group's rule deals out the channels of the node's result."""
-    return rules[group] == group.rule_with(node, Sharded)
+    return rules[group] in group.dealing(node)
 
 
 def _replicate_all(graph: SpikeGraph) -> None:

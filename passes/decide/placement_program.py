@@ -11,18 +11,20 @@ from scipy import optimize, sparse
 from torch import fx
 
 from snnpart import facts
+from snnpart.bits import gather_us
 from snnpart.costs import MachineProfile
 from snnpart.errors import PlanError
-from snnpart.facts import Cost, Partial, Sharded
+from snnpart.facts import Cost, Domain, Partial, Value
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes
 from snnpart.passes.decide.parts import is_tensor_read
-from snnpart.passes.decide.rules import R
+from snnpart.passes.decide.rules import R, Row
 from snnpart.passes.decide.rules_matrix import data_of
 from snnpart.passes.decide.rules_shape import carries_gradient, value_bytes
 
-Reader = tuple[int | None, int | None]
-"""The variables of the rules by which a matrix operation deals out, and sums."""
+Reader = tuple[frozenset[int], frozenset[int], frozenset[int]]
+"""The variables of the rules by which a matrix operation deals out its result, reads its share of the input, and reads
+the whole input but gives only part of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -115,22 +117,29 @@ class _Builder:
         return variables
 
     def _sums(self, group: Group, rule: str) -> float:
-        """All-reduces of the results that the rule leaves as sums over ranks."""
+        """Messages of the results that the rule leaves as sums over ranks."""
         pairs = zip(group.nodes, group.rows[rule])
-        return sum(self._reduce(node) for node, row in pairs if isinstance(row.output, Partial))
+        return sum(self._sum(node, row) for node, row in pairs)
 
-    def _variable(self, node: fx.Node, kind: type[Sharded] | type[Partial]) -> int | None:
-        """The variable of the rule by which the result of a matrix operation is dealt out, or summed."""
-        group = self.group_of[node]
-        rule = group.rule_with(node, kind)
-        return None if rule is None else self.y[group][rule]
+    def _sum(self, node: fx.Node, row: Row) -> float:
+        if isinstance(row.output, Partial):
+            return self._reduce(node)
+        if row.rule == "scatter":
+            return self._cut(node) * (2 if carries_gradient(node) else 1)
+        return 0.0
+
+    def _variables(self, node: fx.Node, rules: Iterable[str]) -> frozenset[int]:
+        return frozenset(self.y[self.group_of[node]][rule] for rule in rules)
 
     def _cluster(self, cluster: Cluster, pinned: bool | None) -> int:
         us = _us(cluster.followers)
         inside = [spread for node in cluster.followers for spread in self._inside(node)]
         state = self.program.variable(us / self.tp - us + sum(inside), integer=True)
-        found = (self._variable(node, Sharded) for node in cluster.matrices)
-        columns = {variable for variable in found if variable is not None}
+        columns = {
+            variable
+            for node in cluster.matrices
+            for variable in self._variables(node, self.group_of[node].dealing(node))
+        }
         if pinned is not None:
             self.program.constrain({state: 1.0}, float(pinned), float(pinned))
         else:
@@ -147,9 +156,9 @@ class _Builder:
             if spread == R:
                 yield self._reduce(source) if i in found.partial else 0.0
             elif source not in self.cluster_of:
-                yield self._gather(source) if gradient and not is_tensor_read(source) else 0.0
+                yield self._cut(source) if gradient and not is_tensor_read(source) else 0.0
             elif self.lanes.lanes[source] != spread:
-                yield self._gather(source) * (2 if gradient else 1)
+                yield self._gather(source) + (self._cut(source) if gradient else 0.0)
 
     def traffic_of(self, node: fx.Node) -> None:
         """Messages between the node's result and what reads it. Collected by (kind, cluster, readers)."""
@@ -158,19 +167,27 @@ class _Builder:
         names = frozenset(self._reader(user) for user in matrices)
         if carries_gradient(node):
             self._shared["h", None, names] += self._reduce(node)
-            self._shared["k", cluster, names] += self._gather(node)
+            self._shared["k", cluster, names] += self._cut(node)
         if cluster is not None:
             whole = any(user not in self.group_of and not self._on_lane(user, node) for user in node.users)
             self._shared["a", cluster, None if whole else names] += self._gather(node)
+            if names and not whole and carries_gradient(node):
+                self._shared["f", cluster, names] += self._reduce(node) - self._cut(node)
         if node in self.group_of and cluster is not None:
-            self._shared["pq", cluster, frozenset([self._reader(node)])] += self._gather(node)
+            self._shared["pq", cluster, frozenset([self._reader(node)])] += self._cut(node)
 
     def _reader(self, node: fx.Node) -> Reader:
-        return self._variable(node, Sharded), self._variable(node, Partial)
+        group = self.group_of[node]
+        dealing, slicing = group.dealing(node), group.slicing(node)
+        return (
+            self._variables(node, dealing),
+            self._variables(node, slicing),
+            self._variables(node, set(group.rows) - set(slicing)),
+        )
 
     def _on_lane(self, user: fx.Node, node: fx.Node) -> bool:
         found = self.lanes.rows.get(user)
-        return found is not None and isinstance(dict(zip(user.all_input_nodes, found.inputs))[node], Sharded)
+        return found is not None and dict(zip(user.all_input_nodes, found.inputs))[node] != R
 
     def finish(self) -> None:
         """Turn the collected messages into variables and constraints."""
@@ -178,24 +195,47 @@ class _Builder:
             state = {self.s[cluster]: 1.0} if isinstance(cluster, Cluster) else {}
             if readers is None:
                 self.program.at_least(self.program.variable(cost), state)
+            elif kind == "f":
+                self._saving(state, readers, cost)  # type: ignore[arg-type]
             elif readers and cost > 0:
                 self._message(str(kind), state, readers, cost)  # type: ignore[arg-type]
 
     def _message(self, kind: str, state: Mapping[int, float], readers: Iterable[Reader], cost: float) -> None:
         target = self.program.variable(cost)
         opposite = {variable: -factor for variable, factor in state.items()}
-        for column, row in readers:
-            if kind == "h" and column is not None:
-                self.program.at_least(target, {column: 1.0})
-            elif kind == "k" and row is not None:
-                self.program.at_least(target, {row: 1.0, **opposite})
+        for dealing, slicing, whole in readers:
+            sliced = dict.fromkeys(slicing, 1.0)
+            if kind == "h":
+                self.program.at_least(target, dict.fromkeys(whole, 1.0))
+            elif kind == "k":
+                self.program.at_least(target, {**sliced, **opposite})
             elif kind == "a":
-                self.program.at_least(target, {**state, **({} if row is None else {row: -1.0})})
-            elif kind == "pq" and column is not None:
-                self.program.at_least(target, {column: 1.0, **opposite})
-                self.program.at_least(target, {**state, column: -1.0})
+                self.program.at_least(target, {**state, **dict.fromkeys(slicing, -1.0)})
+            elif kind == "pq":
+                dealt = dict.fromkeys(dealing, 1.0)
+                self.program.at_least(target, {**dealt, **opposite})
+                self.program.at_least(target, {**state, **dict.fromkeys(dealing, -1.0)})
+
+    def _saving(self, state: Mapping[int, float], readers: Iterable[Reader], saved: float) -> None:
+        """A gather and the sum of its gradient in one: a reduce-scatter for an all-reduce. Only where nobody reads the
+        whole value with a whole gradient."""
+        target = self.program.variable(-saved)
+        self.program.constrain({target: 1.0, **{variable: -factor for variable, factor in state.items()}}, high=0.0)
+        together: dict[int, float] = {target: 1.0}
+        for _, slicing, whole in readers:
+            self.program.constrain({target: 1.0, **dict.fromkeys(slicing | whole, -1.0)}, high=0.0)
+            together.update(dict.fromkeys(whole, -1.0))
+        self.program.constrain(together, high=0.0)
 
     def _gather(self, node: fx.Node) -> float:
+        """Gathering the value forward, as bits where that is faster."""
+        value = facts.get(node, Value)
+        if value is None:
+            return self._cut(node)
+        return gather_us(self.profile, "tp", value, facts.get(node, Domain), self.tp)[0]
+
+    def _cut(self, node: fx.Node) -> float:
+        """Gathering, or summing and scattering, something of the value's size in its own dtype."""
         return self.profile.all_gather_us("tp", value_bytes(node), self.tp)
 
     def _reduce(self, node: fx.Node) -> float:

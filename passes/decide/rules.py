@@ -7,6 +7,7 @@ result lies, and which inputs receive only this rank's part of their gradient. E
     operation                         rule       inputs                     result         partial gradient
     conv, linear, matmul and einsum   column     x R, W S(out), b S(0)      S(channel)     x
       with a weight W, bias b         row        x S(channel), W S(in), b R P              -  (b is added after the sum)
+                                      scatter    x S(channel), W S(in)      S(channel)     -  (b S(0) is added after)
     embedding                         column     ids R, W S(1)              S(last)        -  (tied to a head: its row)
     conv with groups                  group      x S(channel), W S(0)       S(channel)     -       cut at group borders
     batch_norm, instance_norm         shard      x S(1), its tensors S(0)   S(1)           -
@@ -23,8 +24,10 @@ result lies, and which inputs receive only this rank's part of their gradient. E
     a weight made from others         shard      S, what its reader needs   S              what lacks the dim
 
 What a row costs: `column` sums x's gradient over ranks (all_reduce, backward), `row` sums the result (all_reduce,
-forward), all others move nothing: forward and backward take 1/tp of the time. Where a producer's spread differs from
-what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward and a cut backward.
+forward), `scatter` sums it and keeps a share (reduce_scatter forward, gather backward): norm and neuron then run on
+their slices. All others move nothing: forward and backward take 1/tp of the time. Where a producer's spread differs
+from what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward (as bits where
+the domain has few states and the link is slow enough) and a cut backward, or a reduce-scatter where `column` reads it.
 
 Channels are dealt out evenly, the first ranks one more; where an operation below needs whole heads, groups or blocks,
 or the same share of each of q, k and v, its demand travels back to the layer that deals (`Deal`, `Misdealt`).

@@ -164,6 +164,17 @@ def row_parallel(node: fx.Node, ask: Ask) -> Row:
     return Row("row", Partial(), inputs)
 
 
+def scatter(node: fx.Node, ask: Ask) -> Row:
+    """As by row, but each rank keeps only its share of the summed output channels."""
+    found = row_parallel(node, ask)
+    parts, deal = _parts(node), ask.deals.get(node, Deal())
+    pieces = deal.pieces(shape(parts.weight)[parts.columns], ask.tp)
+    inputs = tuple(
+        Sharded(0, pieces) if n is parts.bias else spread for n, spread in zip(node.all_input_nodes, found.inputs)
+    )
+    return Row("scatter", Sharded(parts.outward, pieces), inputs)
+
+
 def data_of(node: fx.Node) -> Any:
     """The activation that a matrix operation reads."""
     return node.args[1] if node.target is torch.einsum else argument(node, 0, "input")

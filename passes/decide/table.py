@@ -123,11 +123,18 @@ def follow(node: fx.Node, ask: Ask) -> Row:
     return checked(node, rule(node, ask))
 
 
+_MATRIX_RULES: Mapping[str, Rule] = {
+    "column": rules_matrix.column,
+    "row": rules_matrix.row_parallel,
+    "scatter": rules_matrix.scatter,
+}
+
+
 def matrix_rows(node: fx.Node, ask: Ask) -> tuple[dict[str, Row], dict[str, str]]:
     """The rows of a convolution or linear by rule, and why the others are not among them."""
     rows: dict[str, Row] = {}
     reasons: dict[str, str] = {}
-    for name, rule in (("column", rules_matrix.column), ("row", rules_matrix.row_parallel)):
+    for name, rule in _MATRIX_RULES.items():
         try:
             rows[name] = checked(node, rule(node, ask))
         except Declined as reason:

@@ -4,9 +4,11 @@ Each node is copied with its arguments brought to the spread that its placement 
 differs, a collective over "tp" is put before the first reader of a stage and shared by the others there:
 
     P -> R   all_reduce, right after the producer (then a row-sharded layer's bias, once, on the whole sum)
-    S -> R   all_gather
+    P -> S   reduce_scatter for the rule "scatter" (then the rank's part of the bias)
+    S -> R   all_gather, as bits where the value's domain has few states and that is faster
     R -> S   shard
-    R -> R   grad_all_reduce, where the reader gives each rank only its part of the gradient
+    R -> R   grad_all_reduce, where the reader gives each rank only its part of the gradient; behind an all_gather that
+             no other reader uses, the two are one, whose backward is a reduce-scatter
 
 Sizes that stand as numbers in the graph (a reshape's channels, the groups of a convolution) become local ones, and so
 do the shapes in `Value` and the times in `Cost`. All ranks' graphs have the same nodes in the same order.
@@ -24,9 +26,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from snnpart import facts, ops
+from snnpart.bits import gather_us
 from snnpart.costs import MachineProfile
 from snnpart.effects import is_random
-from snnpart.facts import Cost, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
+from snnpart.facts import Cost, Domain, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.ops_time import leaf_paths
@@ -125,6 +128,7 @@ class _Rewrite:
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Spread, bool, int | None], fx.Node] = {}
+        self.whole_readers = _whole_readers(graph.graph)
         self.last = max((s.index for n in self.source.nodes if (s := facts.get(n, Stage))), default=0)
 
     def run(self) -> fx.Graph:
@@ -144,8 +148,8 @@ class _Rewrite:
             source: self._bring(source, spread, index in placement.partial_gradients, at)
             for index, (source, spread) in enumerate(zip(node.all_input_nodes, placement.inputs))
         }
-        if isinstance(placement.output, Partial):
-            return self._summed(node, inputs)
+        if isinstance(placement.output, Partial) or placement.rule == "scatter":
+            return self._summed(node, inputs, placement.output)
         if is_random(node) and isinstance(placement.output, Sharded):
             return self._drawn(node, placement.output, inputs)
         args, kwargs = local_arguments(node, placement, self.options.rank)
@@ -164,8 +168,8 @@ class _Rewrite:
         self._describe(new, node, spread, split=True)
         return new
 
-    def _summed(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A row-sharded layer without its bias, the sum over ranks, and the bias."""
+    def _summed(self, node: fx.Node, inputs: dict[fx.Node, fx.Node], output: Spread) -> fx.Node:
+        """A row-sharded layer without its bias, the sum over ranks or the rank's share of it, and the bias."""
         given: list[Any] = list(node.args)
         kwargs = {name: None if name == "bias" else value for name, value in node.kwargs.items()}
         bias = node.kwargs.get("bias")
@@ -176,16 +180,17 @@ class _Rewrite:
             node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
         )
         self._describe(part, node, R, split=True)
-        total = self._collective(node, ops.all_reduce, part, (), R, facts.get(node, Stage))
+        function, rest = (ops.reduce_scatter, _lane(output)) if isinstance(output, Sharded) else (ops.all_reduce, ())
+        spread = output if isinstance(output, Sharded) else R
+        total = self._collective(node, function, part, rest, spread, facts.get(node, Stage))
         if not isinstance(bias, fx.Node):
             return total
-        channels = inputs[bias]
+        channels, rank = inputs[bias], self.options.rank
+        held = facts.need(inputs[bias], Value)
         if node.target is not F.linear:
             spatial = len(facts.need(node.args[1], Value).shape) - 2  # type: ignore[arg-type]
-            channels = self._add(
-                node, torch.reshape, (channels, (-1, *(1,) * spatial)), _as_column(node, spatial, bias)
-            )
-        return self._add(node, torch.add, (total, channels), facts.need(node, Value))
+            channels = self._add(node, torch.reshape, (channels, (-1, *(1,) * spatial)), _as_column(held, spatial))
+        return self._add(node, torch.add, (total, channels), local_value(facts.need(node, Value), spread, rank))
 
     def _bring(self, source: fx.Node, spread: Spread, partial: bool, stage: int | None) -> fx.Node:
         """The value of `source` in the given spread, converted at most once in a stage."""
@@ -201,12 +206,23 @@ class _Rewrite:
     def _convert(self, source: fx.Node, have: Spread, want: Spread, partial: bool, stage: int | None) -> fx.Node:
         at = Stage(stage) if stage is not None else None
         if partial:
+            if isinstance(have, Sharded) and (source, stage) not in self.whole_readers:
+                return self._gathered(source, have, at, partial=True)
             return self._collective(source, ops.grad_all_reduce, self._bring(source, R, False, stage), (), R, at)
         if isinstance(have, Sharded) and have != want:
             if want != R:
                 return self._collective(source, ops.shard, self._bring(source, R, False, stage), _lane(want), want, at)
-            return self._collective(source, ops.all_gather, self.made[source], _lane(have), R, at)
+            return self._gathered(source, have, at, partial=False)
         return self._collective(source, ops.shard, self.made[source], _lane(want), want, at)
+
+    def _gathered(self, source: fx.Node, have: Sharded, at: Stage | None, *, partial: bool) -> fx.Node:
+        value, profile = facts.need(source, Value), self.options.profile
+        us, states = gather_us(profile, "tp", value, facts.get(source, Domain), self.options.tp)
+        extra = (states, partial) if partial else (states,) if states is not None else ()
+        new = self._collective(source, ops.all_gather, self.made[source], (*_lane(have), *extra), R, at)
+        back = profile.all_gather_us("tp", value.bytes, self.options.tp) if partial and value.requires_grad else 0.0
+        facts.put(new, Cost(forward_us=us, backward_us=back))
+        return new
 
     def _collective(
         self, source: fx.Node, function: Any, x: fx.Node, rest: tuple[Any, ...], spread: Spread, stage: Stage | None
@@ -225,8 +241,9 @@ class _Rewrite:
     def _cost(self, function: Any, value: Value) -> Cost:
         reduce = self.options.profile.all_reduce_us("tp", value.bytes, self.options.tp)
         gather = self.options.profile.all_gather_us("tp", value.bytes, self.options.tp)
-        forward = {ops.all_reduce: reduce, ops.all_gather: gather}.get(function, 0.0)
-        backward = {ops.grad_all_reduce: reduce, ops.shard: gather}.get(function, 0.0)
+        forward = {ops.all_reduce: reduce, ops.reduce_scatter: gather}.get(function, 0.0)
+        moved = {ops.grad_all_reduce: reduce, ops.shard: gather, ops.reduce_scatter: gather}
+        backward = moved.get(function, 0.0)
         return Cost(forward_us=forward, backward_us=backward if value.requires_grad else 0.0)
 
     def _add(self, source: fx.Node, function: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
@@ -253,6 +270,20 @@ class _Rewrite:
             facts.put(new, replace(cost, **numbers))
 
 
+def _whole_readers(graph: fx.Graph) -> set[tuple[fx.Node, int | None]]:
+    """(value, stage) pairs in which somebody needs the whole value, or other pieces of it, with its whole gradient."""
+    last = max((s.index for n in graph.nodes if (s := facts.get(n, Stage))), default=0)
+    found: set[tuple[fx.Node, int | None]] = set()
+    for node in graph.nodes:
+        placement, stage = facts.need(node, Placement), facts.get(node, Stage)
+        at = last if node.op == "output" else stage.index if stage else None
+        for index, (source, spread) in enumerate(zip(node.all_input_nodes, placement.inputs)):
+            have = facts.need(source, Placement).output
+            if spread != have and index not in placement.partial_gradients:
+                found.add((source, at))
+    return found
+
+
 def _whole(placement: Placement) -> Placement:
     return Placement(placement.rule, R, (R,) * len(placement.inputs), placement.partial_gradients)
 
@@ -262,8 +293,7 @@ def _lane(spread: Spread) -> tuple[int, Any]:
     return spread.dim, spread.pieces
 
 
-def _as_column(node: fx.Node, spatial: int, bias: fx.Node) -> Value:
-    own = facts.need(bias, Value)
+def _as_column(own: Value, spatial: int) -> Value:
     return Value((*own.shape, *(1,) * spatial), own.dtype, (0,) * (1 + spatial), (), own.requires_grad)
 
 

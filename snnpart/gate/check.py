@@ -15,6 +15,7 @@ from snnpart import facts
 from snnpart.errors import VerifyError
 from snnpart.frameworks import adapter_for
 from snnpart.gate.compare import Differences, Mismatch, compare
+from snnpart.gate.domains import check_domains, packs
 from snnpart.gate.draws import WithoutDraws, draws_otherwise
 from snnpart.gate.locate import first_difference
 from snnpart.gate.observe import Observed, Reset, observe_graph, observe_module
@@ -95,6 +96,8 @@ def check_program(
     with WithoutDraws() if moved else nullcontext():
         seen = report.reference if report is not None and not moved else None
         want = observe_module(model, compiled.source, inputs, reset) if seen is None else seen
+        if packs(compiled):
+            check_domains(compiled, inputs)
         differences, wrong = compare_program(compiled, inputs, want)
         precision = GateReport.precision
         if wrong and (again := _in_double(compiled, inputs)) is not None:

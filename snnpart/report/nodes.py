@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from snnpart import facts, ops
+from snnpart.bits import packed_bytes
 from snnpart.facts import Cost, Placement, Value
 from snnpart.program import CompiledProgram
 from snnpart.report.data import CollectiveRow, GraphNode
@@ -60,6 +61,11 @@ def _collective(node: fx.Node, stage: int) -> CollectiveRow:
     forward, backward = MOVES[node.target]
     shape, dtype = _whole_shape(node)
     size = torch.Size(shape).numel() * dtype.itemsize
+    there, back = size * forward, size * backward
+    if node.target is ops.all_gather:
+        states, partial = ops.gather_options(node)
+        there = packed_bytes(torch.Size(shape).numel(), states[1]) if states else size
+        back = size * partial
     axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("axis", "tp")
     return CollectiveRow(
         node.name,
@@ -69,8 +75,8 @@ def _collective(node: fx.Node, stage: int) -> CollectiveRow:
         str(axis),
         shape,
         dtype_name(dtype),
-        size * forward,
-        size * backward,
+        there,
+        back,
     )
 
 

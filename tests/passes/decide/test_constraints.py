@@ -57,7 +57,7 @@ def test_why_lists_the_alternatives_with_their_costs() -> None:
     graph = analysed(module, inputs, **options)
     plan = decide(graph, tp=2, pp=1, profile=CPU)
     answer = why(graph, plan, "blocks.0.conv1", profile=CPU)
-    assert {item.rule for item in answer.alternatives} == {"column", "row", "replicate"}
+    assert {item.rule for item in answer.alternatives} == {"column", "row", "scatter", "replicate"}
     chosen = next(item for item in answer.alternatives if item.rule == answer.chosen)
     other = next(item for item in answer.alternatives if item.rule not in (answer.chosen, "replicate"))
     assert chosen.verdict == "chosen" and chosen.step_us is not None and other.step_us is not None

@@ -39,20 +39,20 @@ def test_no_other_choice_of_rules_is_faster(profile: MachineProfile, objective: 
     def time(shards: dict[str, str]) -> float:
         return lower(graph, Plan(tp=2, shards=shards), profile=profile).stage(0, 0).predicted_us
 
-    allowed = ("column", "row", "replicate") if objective == "time" else ("column", "row")
+    allowed = ("column", "row", "scatter", *(["replicate"] if objective == "time" else []))
     best = min(time(dict(zip("035", rules))) for rules in itertools.product(allowed, repeat=3))
     found = decide(graph, tp=2, pp=1, profile=profile, objective=objective)  # type: ignore[arg-type]
     assert time(found.shards) == pytest.approx(best, rel=1e-6)
 
 
-def test_a_chain_alternates_column_and_row() -> None:
+def test_a_chain_gathers_nothing() -> None:
+    """Each layer reads the slices that the one before made, or the whole of what it summed."""
     module = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.ReLU())]).double()
     graph = analysed(module, (torch.randn(64, 8, dtype=torch.float64),))
     plan = decide(graph, tp=2, pp=1, profile=CPU)
-    assert _rules(plan, "0", "2", "4", "6") in (
-        ["column", "row", "column", "row"],
-        ["row", "column", "row", "column"],
-    )
+    rules = _rules(plan, "0", "2", "4", "6")
+    for made, read in itertools.pairwise(rules):
+        assert (made in ("column", "scatter")) == (read in ("row", "scatter")), rules
 
 
 def test_slow_links_make_one_rank_the_fastest() -> None:
@@ -73,7 +73,7 @@ def test_uneven_widths_slice_what_belongs_to_the_channels() -> None:
     assert_parity(module, inputs, program, in_dim=1)
 
 
-@pytest.mark.parametrize("rules", list(itertools.product(["column", "row", "replicate"], repeat=2)))
+@pytest.mark.parametrize("rules", list(itertools.product(["column", "row", "scatter", "replicate"], repeat=2)))
 def test_any_pinned_rules_compute_the_same(rules: tuple[str, str]) -> None:
     module, inputs, options = make("residual")
     pinned = Plan(tp=2, shards={"blocks.0.conv1": rules[0], "blocks.0.conv2": rules[1]})
@@ -96,7 +96,7 @@ def test_impossible_pins_name_path_rule_and_choices() -> None:
     graph = analysed(module, inputs, **options)
     with pytest.raises(PlanError, match=r"'down1': it cannot be sharded by 'group'") as refused:
         decide(graph, tp=2, pp=1, pinned=Plan(tp=2, shards={"down1": "group"}), profile=CPU)
-    assert refused.value.choices == ("column", "row", "replicate")
+    assert refused.value.choices == ("column", "row", "scatter", "replicate")
     with pytest.raises(
         PlanError, match=r"'down1': it cannot be sharded by 'column': 5 channels are fewer than 6 ranks"
     ):

@@ -34,8 +34,10 @@ def _chain(*rules: str) -> CompiledProgram:
         (("replicate", "column", "row"), ["grad_all_reduce", "all_reduce"]),
         (
             ("column", "column", "column"),
-            ["all_gather", "grad_all_reduce", "all_gather", "grad_all_reduce", "all_gather"],
+            ["all_gather", "all_gather", "all_gather"],
         ),
+        (("column", "scatter", "row"), ["reduce_scatter", "all_reduce"]),
+        (("scatter", "scatter", "column"), ["shard", "reduce_scatter", "reduce_scatter", "all_gather", "all_gather"]),
         (("row", "row", "row"), ["shard", "all_reduce", "shard", "all_reduce", "shard", "all_reduce"]),
         (("replicate", "replicate", "replicate"), []),
     ],

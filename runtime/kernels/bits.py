@@ -1,0 +1,77 @@
+"""`pack` and `unpack` of `snnpart.bits`: the torch reference on CPU, one Triton kernel each on CUDA.
+
+Same arguments, same layout, bit-equal results (tests/gpu/test_bits.py). A program of the kernels handles BLOCK bytes of
+every bit plane, that is 8 * BLOCK elements, and loads each element once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snnpart import bits
+from snnpart.bits import States, width
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+BLOCK = 256
+
+
+def pack(x: Tensor, states: States) -> Tensor:
+    """The bit planes of x, bytes [b, ceil(n / 8)]."""
+    if triton is None or not x.is_cuda or x.dtype is torch.float64:
+        return bits.pack(x, states)
+    flat = x.contiguous().view(torch.uint8 if x.dtype is torch.bool else x.dtype).reshape(-1)
+    size = -(-flat.numel() // 8)
+    planes = torch.empty(width(states[1]), size, dtype=torch.uint8, device=x.device)
+    if size:
+        low = 0 if x.dtype is torch.bool else states[0]
+        _pack[(triton.cdiv(size, BLOCK),)](flat, planes, flat.numel(), size, low, planes.shape[0], BLOCK)
+    return planes
+
+
+def unpack(planes: Tensor, elements: int, states: States, dtype: torch.dtype) -> Tensor:
+    """The first `elements` numbers of bit planes, in one dim."""
+    if triton is None or not planes.is_cuda or dtype is torch.float64:
+        return bits.unpack(planes, elements, states, dtype)
+    wire = torch.uint8 if dtype is torch.bool else dtype
+    out = torch.empty(elements, dtype=wire, device=planes.device)
+    size = planes.shape[1]
+    if elements:
+        low = 0 if dtype is torch.bool else states[0]
+        _unpack[(triton.cdiv(size, BLOCK),)](planes, out, elements, size, low, planes.shape[0], BLOCK)
+    return out.view(torch.bool) if dtype is torch.bool else out
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _pack(
+        x: Any, planes: Any, elements: Any, size: Any, low: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    ) -> None:
+        byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        place = tl.arange(0, 8)
+        at = byte[:, None] * 8 + place[None, :]
+        code = tl.load(x + at, mask=at < elements, other=low).to(tl.int32) - low
+        for plane in tl.static_range(WIDTH):
+            bit = ((code >> plane) & 1) << place[None, :]
+            tl.store(planes + plane * size + byte, tl.sum(bit, axis=1).to(tl.uint8), mask=byte < size)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _unpack(
+        planes: Any, out: Any, elements: Any, size: Any, low: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    ) -> None:
+        byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        place = tl.arange(0, 8)
+        at = byte[:, None] * 8 + place[None, :]
+        code = tl.zeros((BLOCK, 8), dtype=tl.int32)
+        for plane in tl.static_range(WIDTH):
+            held = tl.load(planes + plane * size + byte, mask=byte < size, other=0).to(tl.int32)
+            code |= ((held[:, None] >> place[None, :]) & 1) << plane
+        tl.store(out + at, (code + low).to(out.dtype.element_ty), mask=at < elements)
