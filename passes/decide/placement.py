@@ -7,17 +7,26 @@ Variables, with g a group of matrix operations and c a cluster of values (see `l
 
 Objective: predicted time of one step on a rank, forward and backward, with n ranks,
 
-    sum_g  us(g) (y[g, replicate] + (y[g, column] + y[g, row]) / n)  +  sum_c us(c) (1 - s[c] + s[c] / n)
+    sum_g  us(g) (y[g, replicate] + (1 - y[g, replicate]) / n)  +  sum_c us(c) (1 - s[c] + s[c] / n)
   + sum_g  y[g, row] all_reduce(result)                                                 the sum over input channels
+  + sum_g  y[g, scatter] (reduce_scatter(result) + gather(its gradient))                each rank keeps its share
   + sum_v  h[v] all_reduce(v)        h[v] >= y[g, column]  for g that read v            gradient of a shared input
-  + sum_v  a[v] all_gather(v)        a[v] >= s[c(v)] - y[g, row], a[v] = s[c(v)] if another operation needs v whole
-  + sum_v  k[v] all_gather(v)        k[v] >= y[g, row] - s[c(v)]                        gradient of a value cut for g
-  + sum_g  all_gather(result) (p[g] + q[g])     p[g] >= y[g, column] - s[c(g)],  q[g] >= s[c(g)] - y[g, column]
+  + sum_v  a[v] gather_bits(v)       a[v] >= s[c(v)] - z[g], a[v] = s[c(v)] if another operation needs v whole
+  + sum_v  k[v] gather(v)            k[v] >= z[g] - s[c(v)]                             gradient of a value cut for g
+  + sum_g  gather(result) (p[g] + q[g])         p[g] >= d[g] - s[c(g)],  q[g] >= s[c(g)] - d[g]
+  - sum_v  f[v] (all_reduce(v) - reduce_scatter(v))     a gather and the sum of its gradient are one:
+                                     f[v] <= s[c(v)], f[v] <= y[g, column] + z[g] for all g that read v,
+                                     f[v] <= sum of y[g, column]; 0 if another operation needs v whole
 
-A cluster that no pin fixes is sharded exactly when one of its producers is: s[c] >= y[g, column] for g in c and
-s[c] <= sum of these. So the rules of the matrix operations determine everything, and a plan need name only them.
-h, a, k, p, q are continuous: at an optimum they equal the bound. Values with the same cluster and readers share one
-variable, so the program does not grow with T.
+with d[g] = y[g, column] + y[g, scatter], by which g deals out its result, and z[g] = y[g, row] + y[g, scatter], by
+which it reads its share of the input. gather_bits is the faster of a gather in the value's dtype and one of its bits
+with the kernels that pack them (`snnpart.bits`). In a group of an embedding and a head tied to it, the head's rules are
+those that cut the weight as the embedding's do.
+
+A cluster that no pin fixes is sharded exactly when one of its producers is: s[c] >= d[g] for g in c and s[c] <= sum of
+these. So the rules of the matrix operations determine everything, and a plan need name only them. h, a, k, p, q and f
+are continuous: at an optimum they equal the bound. Values with the same cluster and readers share one variable, so the
+program does not grow with T.
 
 `objective="time"` minimises this; `"max"` first shards every matrix operation that has a row for it, then minimises the
 time. Whoever asks for tp=2 usually does so for memory, so "max" is the default; on links as slow as a CPU's, "time"
