@@ -15,10 +15,12 @@ import torch
 
 from snnpart.errors import ConfigError, LaunchError
 from snnpart.program import CompiledProgram
+from snnpart.runtime.carry import Carrier
 from snnpart.runtime.fingerprint import agree_on_values, check_fingerprints
 from snnpart.runtime.ranks import join
 from snnpart.runtime.running import RunningProgram, Settings
 from snnpart.runtime.signatures import Specialise
+from snnpart.windows import Cut
 
 TIMEOUT = timedelta(minutes=10)
 _running: weakref.WeakValueDictionary[int, RunningProgram] = weakref.WeakValueDictionary()
@@ -36,6 +38,9 @@ def launch(
     target_dim: int = 0,
     check_inputs: bool = True,
     timeout: timedelta = TIMEOUT,
+    carry: bool = False,
+    cut: Cut | None = None,
+    carrier: Carrier | None = None,
 ) -> RunningProgram:
     """Start `compiled` on all ranks; without torchrun, on this process alone. Collective.
 
@@ -50,6 +55,9 @@ def launch(
         target_dim: where the batch is in targets.
         check_inputs: look for NaN and Inf in every batch (on CUDA the host waits for the answer).
         timeout: how long a rank waits for another before it fails.
+        carry: keep neuron state between steps; `reset` drops it.
+        cut: train a sequence as windows of time, the state of one, without its graph, the start of the next.
+        carrier: compiles the network with its hand-written state as inputs and outputs.
 
     Raises:
         LaunchError: the program runs already, the device is not there, or ranks hold different programs.
@@ -69,7 +77,13 @@ def launch(
     check_fingerprints(compiled, ranks)
     values, taken = agree_on_values({name: info.tensor for name, info in compiled.source.tensors.items()}, ranks)
     settings = Settings(
-        optimizer=optimizer, clip_grad_norm=clip_grad_norm, target_dim=target_dim, check_inputs=check_inputs
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        target_dim=target_dim,
+        check_inputs=check_inputs,
+        carry=carry,
+        cut=cut,
+        carrier=carrier,
     )
     running = RunningProgram(compiled, ranks, values, settings, specialise)
     if taken:

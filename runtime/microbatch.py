@@ -107,3 +107,26 @@ def structured(flat: Sequence[Any], source: SpikeGraph) -> Any:
     count = source.out_spec.num_leaves
     leaves = [source.out_constants[i] if i in source.out_constants else next(values) for i in range(count)]
     return pytree.tree_unflatten(leaves, source.out_spec)
+
+
+def check_same_batch(sizes: Sequence[float], squares: Sequence[float], copies: int) -> None:
+    """The ranks of one dp coordinate must be given one batch. From sums over them of its size and the size squared:
+    all sizes are equal exactly when the square of the one is `copies` times the other."""
+    odd = [dp for dp, (size, square) in enumerate(zip(sizes, squares, strict=True)) if size**2 != copies * square]
+    if odd:
+        raise ConfigError(
+            f"the pp and tp ranks of dp {odd[0]} were given batches of different sizes",
+            fix="give every rank with the same dp coordinate the same batch",
+        )
+
+
+def check_finite(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    """ConfigError when a tensor holds NaN or Inf."""
+    for name, x in zip(names, tensors, strict=True):
+        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            bad = int((~torch.isfinite(x)).sum())
+            raise ConfigError(
+                f"{bad} of {x.numel()} numbers are NaN or Inf",
+                where=f"input '{name}'",
+                fix="look at the data, or launch with check_inputs=False",
+            )

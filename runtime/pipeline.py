@@ -24,6 +24,7 @@ from snnpart.plan import Plan
 from snnpart.program import Action, Port
 from snnpart.runtime.channels import Channels, Message, Spec, message_of
 from snnpart.runtime.data_parallel import Alone
+from snnpart.runtime.losses import Merged
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import Halves
 from snnpart.runtime.stage import BoundStage, Stage
@@ -38,6 +39,7 @@ class Part:
     bound: Mapping[int, BoundStage]
     inputs: Sequence[Tensor]
     targets: Any = None
+    number: int = 0
 
     def weighing(self, weight: float) -> Part:
         """The same microbatch with another weight."""
@@ -62,7 +64,8 @@ class _Flight:
 class Pipeline:
     """This rank's side of the pipeline for one pass over its microbatches.
 
-    `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only.
+    `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only. `merged` takes its
+    place where the loss is of all microbatches together.
     """
 
     ranks: Ranks
@@ -71,8 +74,10 @@ class Pipeline:
     parallel: Alone
     parts: Sequence[Part]
     loss: Callable[[Sequence[Tensor], Part], Tensor] | None = None
+    merged: Merged | None = None
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     total: float | Tensor = 0.0
+    _of_merged: list[list[Tensor | None]] | None = None
     _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
 
     def run(self, schedule: Mapping[int, Sequence[Action]]) -> None:
@@ -116,13 +121,13 @@ class Pipeline:
         bound = part.bound[action.stage]
         received = self._receive(action, bound)
         with self._at("forward", action):
-            outputs = list(self.stage.forward(bound, part.inputs, received, part.size))
+            outputs = list(self.stage.forward(bound, part.inputs, received, part.size, part.number))
         message = message_of(action, self.plan.stage_count - 1)
         if message is not None:
             with self._at("sending activations", action):
                 _check_sent(outputs, part, action.stage)
                 self._channels.send(message, outputs)
-        elif self.loss is None:
+        elif self.loss is None or self.merged is not None:
             self.outputs[action.microbatch] = tuple(outputs)
         else:
             with self._at("the loss", action):
@@ -142,13 +147,8 @@ class Pipeline:
 
     def _weighted_loss(self, outputs: Sequence[Tensor], part: Part) -> Tensor:
         assert self.loss is not None
-        loss = self.loss(outputs, part)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"loss_fn returned {_describe(loss)}, not one number",
-                fix="reduce the loss to its mean over the samples",
-            )
-        loss = loss.reshape(()) * part.weight
+        loss = _one_number(self.loss(outputs, part))
+        loss = _nothing(outputs) if part.weight == 0 else loss.reshape(()) * part.weight
         self.total = self.total + loss.detach()
         return loss
 
@@ -195,6 +195,8 @@ class Pipeline:
 
     def _roots(self, action: Action, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where backward starts, and with which gradients: the loss, or the sent values with what comes back."""
+        if action.stage == self.plan.stage_count - 1 and self.merged is not None:
+            return self._roots_of_merged(action, flight)
         if action.stage == self.plan.stage_count - 1:
             return ([flight.outputs[0]], [None]) if flight.outputs[0].requires_grad else ([], [])
         with self._at("receiving gradients", action):
@@ -202,6 +204,18 @@ class Pipeline:
         ports = self.parts[action.microbatch].bound[action.stage].program.sends
         sent = [x for port, x in zip(ports, flight.outputs, strict=True) if _carries_gradient(port)]
         pairs = [(x, grad) for x, grad in zip(sent, grads, strict=True) if x.requires_grad]
+        return [x for x, _ in pairs], [grad for _, grad in pairs]
+
+    def _roots_of_merged(self, action: Action, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs of a microbatch with their gradients of the loss of all of them, made at the first backward."""
+        assert self.merged is not None
+        if self._of_merged is None:
+            with self._at("the loss", action):
+                loss, self._of_merged = self.merged.gradients([self.outputs[i] for i in range(len(self.parts))])
+                self.total = _one_number(loss).detach()
+            self.outputs = {}
+        grads = self._of_merged[action.microbatch]
+        pairs = [(x, grad) for x, grad in zip(flight.outputs, grads, strict=True) if grad is not None]
         return [x for x, _ in pairs], [grad for _, grad in pairs]
 
     @contextmanager
@@ -240,6 +254,20 @@ def _check_sent(outputs: Sequence[Tensor], part: Part, stage: int) -> None:
             )
         if x.requires_grad and not _carries_gradient(port):
             raise LaunchError(f"%{name} carries a gradient, but the program has no message for it")
+
+
+def _one_number(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ConfigError(
+            f"loss_fn returned {_describe(loss)}, not one number",
+            fix="reduce the loss to its mean over the samples",
+        )
+    return loss
+
+
+def _nothing(outputs: Sequence[Tensor]) -> Tensor:
+    """Zero, from the outputs: a microbatch that weighs nothing (its own loss may be 0 / 0) still has its backward."""
+    return torch.stack([(x * 0).sum() for x in outputs if x.is_floating_point()]).sum()
 
 
 def _describe(thing: Any) -> str:

@@ -31,6 +31,7 @@ from snnpart.graph import SpikeGraph
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.runtime import microbatch
+from snnpart.runtime.carry import Carrier, Carry
 from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers, data_parallel
 from snnpart.runtime.gradients import PartialGradients, clip
@@ -38,8 +39,9 @@ from snnpart.runtime.outputs import share
 from snnpart.runtime.pipeline import Part, Pipeline
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.signatures import Signatures, Specialise
-from snnpart.runtime.stage import Stage
+from snnpart.runtime.stage import BoundStage, Stage
 from snnpart.runtime.state import FullState
+from snnpart.windows import Cut, joined
 
 LossFn = Callable[..., Tensor]
 _log = logging.getLogger("snnpart")
@@ -53,6 +55,9 @@ class Settings:
     clip_grad_norm: float | None = None
     target_dim: int = 0
     check_inputs: bool = True
+    carry: bool = False
+    cut: Cut | None = None
+    carrier: Carrier | None = None
 
 
 class RunningProgram:
@@ -76,6 +81,9 @@ class RunningProgram:
         self._partial = PartialGradients(self._stage, ranks)
         self._state = FullState(compiled, self._stage, ranks, values)
         self._collectives = GroupCollectives(ranks.axes)
+        self._carry: Carry | None = None
+        if settings.carry or settings.cut is not None:
+            self._stage.between = self._carry = Carry(self._stage, compiled, settings.carrier)
         self._closed = False
         self.training = True
         self.grad_norm: float | None = None
@@ -94,35 +102,75 @@ class RunningProgram:
             )
         return made
 
-    def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn, *, reset_mask: Tensor | None = None) -> Tensor:
         """One step on this dp rank's batch; the same loss on every rank, a 0-dim tensor.
 
         With an optimizer this is the whole step; without, gradients are left accumulated, as `backward` does, and
-        `zero_grad` clears them.
+        `zero_grad` clears them. With `detach_every` the loss is taken of each window and counts by its share of steps.
 
         Args:
             inputs: as the network takes them: a tensor, a tuple of positional or a dict of keyword arguments.
             targets: tensors (nested) with the batch at `target_dim`; handed to loss_fn in microbatches.
             loss_fn: `loss_fn(outputs, targets)`, the mean over samples.
+            reset_mask: with `state="carry"`: bool [N], True for samples whose sequence starts anew with this step.
 
         Raises:
             ConfigError, LaunchError: on every rank, before any communication, when a rank's batch cannot be used.
         """
-        parts, _ = self._cut(inputs, targets, self.training)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        self._bound_sequence()
+        total = torch.zeros((), dtype=torch.float64)
+        for at, (window, share_of_time) in enumerate(self._windows(inputs)):
+            parts, _ = self._cut(window, targets, self.training, None if at else reset_mask)
+            if self.optimizer is not None and at == 0:
+                self.optimizer.zero_grad()
+            total = total + self._run_window([p.weighing(p.weight * share_of_time) for p in parts], loss_fn)
+        self._bound_sequence()
+        self._update()
+        return total
+
+    def _run_window(self, parts: list[Part], loss_fn: LossFn) -> Tensor:
+        """Forward and backward of all microbatches; the loss."""
         self._start(self.training)
         self._partial.begin()
-        loss = lambda outputs, part: loss_fn(microbatch.structured(outputs, self._source(part)), part.targets)  # noqa: E731
+        loss = lambda outputs, part: loss_fn(self._result(outputs, part), part.targets)  # noqa: E731
         pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts, loss)
         with ops.use_collectives(self._collectives):
             pipeline.run(self.compiled.schedule)
         self._parallel.finish()
         self._partial.finish()
         self._parallel.rest()
-        total = self._same_everywhere(pipeline.total / self.ranks.mesh.dp)
-        self._update()
-        return total
+        return self._same_everywhere(pipeline.total / self.ranks.mesh.dp)
+
+    def _result(self, outputs: Sequence[Any], part: Part) -> Any:
+        """The user's structure of a microbatch's outputs; hand-written state that comes with them is kept."""
+        value = microbatch.structured(outputs, self._source(part))
+        if self._carry is None or self._carry.carrier is None:
+            return value
+        result, states = value
+        self._carry.keep_slots(part.number, states)
+        return result
+
+    def _windows(self, inputs: Any) -> list[tuple[Any, float]]:
+        """The windows of this call, as many on every rank."""
+        cut = self._settings.cut
+        if cut is None:
+            return [(inputs, 1.0)]
+        problem: Exception | None = None
+        found: list[tuple[Any, float]] = []
+        try:
+            found = list(cut.windows(inputs))
+        except Exception as error:
+            problem = error
+        self.ranks.agree(problem)
+        counts = self.ranks.gather(len(found))
+        if len(set(counts)) > 1:
+            raise LaunchError(f"the ranks' sequences have {counts} windows", fix="give every rank the same T in a step")
+        return found
+
+    def _bound_sequence(self) -> None:
+        """Where a sequence begins and ends: nothing is carried over it, unless the user wants so."""
+        if self._carry is not None and not self._settings.carry:
+            self._carry.clear()
 
     def _update(self) -> None:
         if self._settings.clip_grad_norm is not None:
@@ -130,13 +178,31 @@ class RunningProgram:
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def eval_step(self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None) -> Any:
+    def eval_step(
+        self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None, *, reset_mask: Tensor | None = None
+    ) -> Any:
         """The network's outputs for this dp rank's batch in eval mode, in the user's structure, on every rank.
 
         With `loss_fn` the result is `(outputs, loss)`; the loss is the mean over the samples of all dp ranks. A batch
-        smaller than the number of microbatches is run in fewer.
+        smaller than the number of microbatches is run in fewer. `reset_mask` is that of `train_step`.
         """
-        parts, share_of_all = self._cut(inputs, None, training=False)
+        self._bound_sequence()
+        cut = self._settings.cut
+        if cut is None or cut.steps is None:
+            outputs, share_of_all = self._evaluate(inputs, reset_mask)
+        else:
+            pairs = [self._evaluate(x, None if at else reset_mask) for at, (x, _) in enumerate(self._windows(inputs))]
+            outputs, share_of_all = joined([out for out, _ in pairs]), pairs[0][1]
+        self._bound_sequence()
+        if loss_fn is None:
+            return outputs
+        with torch.no_grad():
+            loss = loss_fn(outputs, self._to_device(targets))
+        return outputs, self._same_everywhere(loss * share_of_all)
+
+    def _evaluate(self, inputs: Any, reset_mask: Tensor | None) -> tuple[Any, float]:
+        """Outputs in the user's structure, and this dp rank's share of all samples."""
+        parts, share_of_all = self._cut(inputs, None, False, reset_mask)
         self._start(training=False)
         pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts)
         with torch.no_grad(), ops.use_collectives(self._collectives):
@@ -146,42 +212,66 @@ class RunningProgram:
         made = [pipeline.outputs[i] for i in sorted(pipeline.outputs)]
         merged = microbatch.merge(made, source, sizes) if made else []
         outputs = microbatch.structured(share(merged, self.ranks, self._last), source)
-        if loss_fn is None:
-            return outputs
-        with torch.no_grad():
-            loss = loss_fn(outputs, self._to_device(targets))
-        return outputs, self._same_everywhere(loss * share_of_all)
+        if self._carry is not None and self._carry.carrier is not None:
+            for part in parts:
+                self._result(pipeline.outputs[part.number], part)
+            outputs = outputs[0]
+        return outputs, share_of_all
 
-    def _cut(self, inputs: Any, targets: Any, training: bool) -> tuple[list[Part], float]:
+    def _cut(
+        self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None = None
+    ) -> tuple[list[Part], float]:
         """This rank's microbatches, agreed with the others, and this dp rank's share of all samples."""
         if self._closed:
             raise LaunchError("the program was closed", fix="launch it again")
         problem: Exception | None = None
         parts: list[Part] = []
         try:
-            parts = self._parts(inputs, targets, training)
+            parts = self._parts(inputs, targets, training, reset_mask)
         except Exception as error:  # the user's own too: what stops one rank must stop all before they communicate
             problem = error
-        counts = self.ranks.at.pp == 0 and self.ranks.at.tp == 0
-        size = sum(part.size for part in parts)
-        (total,) = self.ranks.agree(problem, [float(size if counts else 0)])
-        dp = self.ranks.mesh.dp
+        size, dp = sum(part.size for part in parts), self.ranks.mesh.dp
+        mine = [float(size * (copy == self.ranks.at.dp)) for copy in range(dp)]
+        sums = self.ranks.agree(problem, [*mine, *(number**2 for number in mine)])
+        copies = self.ranks.mesh.pp * self.ranks.mesh.tp
+        microbatch.check_same_batch(sums[:dp], sums[dp:], copies)
+        total = sum(sums[:dp]) / copies
         return [part.weighing(part.size * dp / total) for part in parts], size / total
 
-    def _parts(self, inputs: Any, targets: Any, training: bool) -> list[Part]:
+    def _parts(self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None) -> list[Part]:
         infos = self.compiled.source.inputs
         tensors = [x.to(self.ranks.device) for x in microbatch.tensors_of(inputs, infos)]
         if self._settings.check_inputs:
-            _check_finite(tensors, [info.name for info in infos])
+            microbatch.check_finite(tensors, [info.name for info in infos])
         batch, count = microbatch.batch_size(tensors, infos), self.compiled.plan.microbatches
         sizes = microbatch.part_sizes(batch, min(count, max(batch, 1)))
         cut = [microbatch.split(x, info.batch_dim, sizes) for info, x in zip(infos, tensors, strict=True)]
         goals = microbatch.split_nested(self._to_device(targets), self._settings.target_dim, sizes)
+        self._prepare_state(sizes, reset_mask)
         parts = []
         for i, (size, goal) in enumerate(zip(sizes, goals, strict=True)):
-            mine = [pieces[i] for pieces in cut]
-            parts.append(Part(size, 1.0, self._signatures.bound(inputs, mine, training), mine, goal))
+            bound, mine = self._graphs(inputs, [pieces[i] for pieces in cut], training, i)
+            parts.append(Part(size, 1.0, bound, mine, goal, i))
         return parts
+
+    def _prepare_state(self, sizes: Sequence[int], reset_mask: Tensor | None) -> None:
+        """State that is carried must be of a batch cut alike; samples of the mask start anew."""
+        if reset_mask is not None and not self._settings.carry:
+            raise ConfigError("reset_mask= needs a program whose state is carried", fix='compile with state="carry"')
+        if self._carry is not None:
+            self._carry.expect(sizes)
+            if reset_mask is not None:
+                self._carry.restart(reset_mask)
+
+    def _graphs(
+        self, inputs: Any, tensors: list[Tensor], training: bool, number: int
+    ) -> tuple[Mapping[int, BoundStage], list[Tensor]]:
+        """The graphs of a microbatch, and what goes in: its tensors, and the hand-written state it left."""
+        if self._carry is None or self._carry.carrier is None:
+            return self._signatures.bound(inputs, tensors, training), tensors
+        states = self._carry.slots(number)
+        bound = self._signatures.carrying(inputs, tensors, states, training, self._carry.carrier)
+        return bound, [*tensors, *states]
 
     def _start(self, training: bool) -> None:
         """Common start of every pass: the mode, and dp rank 0's buffers everywhere."""
@@ -259,9 +349,21 @@ class RunningProgram:
         """`train(False)`. `eval_step` is always in eval mode."""
         return self.train(False)
 
-    def reset(self) -> None:
-        """Drop all neuron state. Steps do so themselves, before and after every microbatch."""
+    def reset(self, mask: Tensor | None = None) -> None:
+        """Drop neuron state. Steps do so themselves, unless state is carried between them.
+
+        Args:
+            mask: bool [N], True for samples of this dp rank's batch whose sequence ends here. Default: all.
+        """
         self._stage.reset()
+        if self._carry is None:
+            return
+        problem: Exception | None = None
+        try:
+            self._carry.clear() if mask is None else self._carry.restart(mask)
+        except Exception as error:
+            problem = error
+        self.ranks.agree(problem)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -273,10 +375,13 @@ class RunningProgram:
         grads, training = [(p, p.grad) for p in self.parameters()], self.training
         optimizer, self.optimizer = self.optimizer, None
         settings, self._settings = self._settings, replace(self._settings, clip_grad_norm=None)
+        state = self._carry.put_aside() if self._carry is not None else None
         self.zero_grad()
         try:
             yield
         finally:
+            if self._carry is not None and state is not None:
+                self._carry.put_back(state)
             self.training, self.optimizer, self._settings = training, optimizer, settings
             self._parallel.forget()
             with torch.no_grad():
@@ -305,14 +410,3 @@ class RunningProgram:
 
 def _splits(plan: Plan) -> bool:
     return schedules.KINDS[plan.schedule].splits and plan.pp > 1
-
-
-def _check_finite(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-    for name, x in zip(names, tensors, strict=True):
-        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
-            bad = int((~torch.isfinite(x)).sum())
-            raise ConfigError(
-                f"{bad} of {x.numel()} numbers are NaN or Inf",
-                where=f"input '{name}'",
-                fix="look at the data, or launch with check_inputs=False",
-            )

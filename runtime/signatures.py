@@ -18,6 +18,7 @@ from torch import Tensor
 from snnpart.errors import ConfigError
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
+from snnpart.runtime.carry import Carrier
 from snnpart.runtime.microbatch import replace_tensors
 from snnpart.runtime.stage import BoundStage, Stage
 
@@ -37,6 +38,7 @@ class Signatures:
         self._first = self._key(example, self._source.traced_training)
         self._launched = stage.bind(compiled, tp_rank)
         self._others: OrderedDict[Signature, Bound] = OrderedDict()
+        self._carrying: OrderedDict[tuple[Signature, bool], Bound] = OrderedDict()
         self.notices: list[str] = []
 
     def bound(self, inputs: Any, tensors: Sequence[Tensor], training: bool) -> Bound:
@@ -58,6 +60,19 @@ class Signatures:
                 self._others.popitem(last=False)
         self._others.move_to_end(key)
         return self._others[key]
+
+    def carrying(
+        self, inputs: Any, tensors: Sequence[Tensor], states: Sequence[Tensor], training: bool, carrier: Carrier
+    ) -> Bound:
+        """The graphs that take the hand-written state (none: they start from reset) and return it with the outputs."""
+        key = (self._key([(tuple(x.shape), x.dtype) for x in tensors], training), bool(states))
+        if key not in self._carrying:
+            made = carrier.program(replace_tensors(inputs, tensors), states, training)
+            self._carrying[key] = self._stage.bind(made, self._tp_rank)
+            if len(self._carrying) > KEPT:
+                self._carrying.popitem(last=False)
+        self._carrying.move_to_end(key)
+        return self._carrying[key]
 
     def _compile(self, key: Signature, inputs: Any, training: bool) -> Bound:
         if self._specialise is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,6 +31,13 @@ from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import views_for_readers
 
 _SEED_STEP = 1_000_003
+
+
+class Between(Protocol):
+    """Carries the state of leaves from a microbatch's forward to its next one."""
+
+    def begin(self, number: int, paths: Iterable[str]) -> None: ...
+    def end(self, number: int, size: int, paths: Iterable[str]) -> None: ...
 
 
 class StageModule(Body):
@@ -76,6 +83,7 @@ class Stage:
         own = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
         self.module = StageModule(own, self.leaves)
         self.paths = _paths(self.module, tensors)
+        self.between: Between | None = None
         self._seed: int | None = None
         self._passes = 0
         self._resets = {
@@ -120,9 +128,9 @@ class Stage:
             )
 
     def forward(
-        self, bound: BoundStage, inputs: Sequence[Tensor], received: Sequence[Tensor], size: int
+        self, bound: BoundStage, inputs: Sequence[Tensor], received: Sequence[Tensor], size: int, number: int = 0
     ) -> tuple[Any, ...]:
-        """Run one microbatch of `size` samples from reset state.
+        """Run microbatch `number`, of `size` samples, from reset state, or from what `between` kept of it.
 
         Args:
             inputs: all tensor inputs of the program, cut to the microbatch.
@@ -133,8 +141,13 @@ class Stage:
         for path, info in bound.program.leaves.items():
             frameworks.set_batch(self.leaves[path], info.module, size, bound.batch)
         try:
+            if self.between is not None:
+                self.between.begin(number, bound.program.leaves)
             with self._random_numbers():
-                return self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
+                result = self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
+            if self.between is not None:
+                self.between.end(number, size, bound.program.leaves)
+            return result
         finally:
             self._reset(bound.program.leaves)
 

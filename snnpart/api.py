@@ -10,77 +10,29 @@ eval mode of a network that branches on it): the plan of the first is kept, so t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from snnpart import gate as gates
-from snnpart import schedules, simulate
+from snnpart.carrier import StateCarrier
+from snnpart.compilation import Options, Shard, Verify, compile_program, steps_of
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.errors import ConfigError, LaunchError, PlanError
 from snnpart.explain import Why
 from snnpart.graph import SpikeGraph
-from snnpart.layout import Layouts, input_dims, tensor_leaves
-from snnpart.mesh import Mesh
-from snnpart.pass_manager import PassManager
-from snnpart.passes import ANALYZE, REWRITE
-from snnpart.passes.decide import decide
+from snnpart.layout import Layouts, input_dims
 from snnpart.passes.decide.constraints import pins_for
 from snnpart.passes.decide.why import why
-from snnpart.passes.lower import lower
-from snnpart.passes.rewrite.fold_time import FoldTime
-from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
-from snnpart.trace import trace
+from snnpart.windows import Cut, check_windows
 
 if TYPE_CHECKING:
     from snnpart.report import Report
     from snnpart.runtime.launch import RunningProgram
-
-Verify = Literal["off", "trace", "full"]
-Shard = Literal["max", "time"] | Mapping[str, str]
-SHARD_OBJECTIVES = ("max", "time")
-VERIFY_LEVELS = ("off", "trace", "full")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the user asked `parallelize` for."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: str = "ddp"
-    input_layout: Layouts | None = None
-    in_dims: Any = None
-    out_dims: Any = None
-    time_steps: int | None = None
-    microbatches: int | None = None
-    schedule: str = "1f1b"
-    stages_per_rank: int | None = None
-    shard: Shard = "max"
-    verify: Verify = "full"
-    hoist: bool = True
-    fold: bool = True
-    reset: Callable[[nn.Module], None] | None = None
-    profile: MachineProfile | None = None
-
-    def __post_init__(self) -> None:
-        Mesh(1, self.pp, self.tp)
-        if self.verify not in VERIFY_LEVELS:
-            raise ConfigError(f"verify={self.verify!r} is not known", choices=VERIFY_LEVELS)
-        if isinstance(self.shard, str) and self.shard not in SHARD_OBJECTIVES:
-            raise ConfigError(
-                f"shard={self.shard!r} is not known", fix="or give a dict of paths and rules", choices=SHARD_OBJECTIVES
-            )
-        for name in ("time_steps", "microbatches"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}={value!r} is not a positive integer")
-        Plan(tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule, stages_per_rank=self.stages_per_rank or 0)
 
 
 def parallelize(
@@ -97,11 +49,14 @@ def parallelize(
     microbatches: int | None = None,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
+    split_at: Sequence[str] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     shard: Shard = "max",
     verify: Verify = "full",
     hoist: bool = True,
     fold: bool = True,
+    detach_every: int | None = None,
+    state: str = "reset",
     memory: Any = None,
     reset: Callable[[nn.Module], None] | None = None,
     profile: MachineProfile | None = None,
@@ -123,12 +78,17 @@ def parallelize(
         microbatches: parts of a batch that are in the pipeline at once; default pp.
         schedule: "1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb" or "zbv"; see docs/pipeline.md.
         stages_per_rank: stages of each rank under an interleaved schedule; default 2.
+        split_at: the paths of the modules that begin the stages 1, 2, ..., instead of the cut that is found.
         plan: decisions to keep, as a `Plan` or the path of its JSON. Its topology and schedule count; modules that it
             does not name are decided.
         shard: how channels are shared over tp: "max" (every layer that can be sharded is, in the fastest way; for
             memory), "time" (the fastest plan, which may leave layers whole), or a dict of module paths or patterns to
             rules, `{"layer4.*": "column", "fc": "replicate"}`; what it does not name is decided as with "max".
         verify: "off", "trace" (compare the traced graph with the model), or "full" (the lowered program too).
+        detach_every: k: a training step runs a sequence of T steps as windows of k, forward and backward of each; state
+            goes from window to window without its graph, the loss is taken of each window.
+        state: "reset": every step starts from reset state; "carry": from what the step before left, without its graph
+            (`RunningProgram.reset` and `reset_mask=` of the steps start sequences anew).
         fold: run what a time loop does at every step in one call over all steps, where no step needs another.
         hoist: compute what is repeated over time (a static image through the stem) once.
         memory: not available yet.
@@ -149,6 +109,12 @@ def parallelize(
         )
     if memory is not None:
         raise ConfigError("memory= is not available yet: no pass places checkpoints", fix="leave memory out")
+    if isinstance(split_at, str) or (split_at is not None and plan is not None):
+        raise ConfigError(
+            f"split_at={split_at!r} "
+            + ("is one text" if isinstance(split_at, str) else "and a plan, which has stages"),
+            fix='give a list of module paths, ["layer2", "layer3.1"], or edit plan.stages',
+        )
     fixed = read_plan(plan)
     if fixed is not None:
         _check_agrees(
@@ -173,10 +139,13 @@ def parallelize(
         microbatches=microbatches,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
+        split_at=None if split_at is None else tuple(split_at),
         shard=shard,
         verify=verify,
         hoist=hoist,
         fold=fold,
+        detach_every=detach_every,
+        state=state,
         reset=reset,
         profile=profile,
     )
@@ -227,15 +196,32 @@ class ParallelProgram:
         self._compiled: CompiledProgram | None = None
         self._gate: gates.GateReport | None = None
         self._example: Any = None
+        self._cut: Cut | None = None
 
     def compile(self, inputs: Any) -> CompiledProgram:
         """Compile for `inputs` (as `example_inputs`); the first compilation fixes the plan."""
+        inputs = self._first_window(inputs)
         compiled, report = compile_program(self.model, inputs, self.options, self._plan)
         if self._compiled is None:
             if self._plan is not None:
                 _check_paths(self._plan, self.model, compiled.source)
             self._compiled, self._gate, self._plan, self._example = compiled, report, compiled.plan, inputs
         return compiled
+
+    def _first_window(self, inputs: Any) -> Any:
+        """With `detach_every`: what one window is given. From then on `time_steps` is that of a window."""
+        options = self.options
+        if options.detach_every is None or self._cut is not None:
+            return inputs
+        times = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims).time
+        cut = Cut(options.detach_every, times, options.time_steps)
+        first, _ = next(cut.windows(inputs))
+        if options.verify != "off":
+            check_windows(self.model, inputs, cut, options.reset)
+        if options.time_steps is not None:
+            self.options = replace(options, time_steps=min(options.detach_every, options.time_steps))
+        self._cut = cut
+        return first
 
     @property
     def compiled(self) -> CompiledProgram:
@@ -291,7 +277,19 @@ class ParallelProgram:
         from snnpart.runtime.launch import launch
 
         expected = self._check_running if self.options.verify == "full" else None
-        return launch(self.compiled, **{"specialise": self._specialise, "expected": expected, **options})
+        own = {"specialise": self._specialise, "expected": expected, "carry": self.options.state == "carry"}
+        return launch(self.compiled, **{**own, "cut": self._cut, "carrier": self._carrier(), **options})
+
+    def _carrier(self) -> StateCarrier:
+        """What compiles the network with hand-written state as inputs and outputs."""
+
+        def compile_model(inputs: Any, in_dims: Any, out_dims: Any, training: bool) -> CompiledProgram:
+            verify: Verify = "off" if self.options.verify == "off" else "trace"
+            places = {"input_layout": None, "in_dims": in_dims, "out_dims": out_dims, "time_steps": None}
+            options = replace(self.options, verify=verify, **places)
+            return compile_program(self.model, inputs, options, self.plan, training=training)[0]
+
+        return StateCarrier(self.model, self.compiled.source, compile_model, self.options)
 
     def _check_running(self, running: RunningProgram) -> None:
         gates.check_running(running, self._example)
@@ -299,7 +297,7 @@ class ParallelProgram:
     def _specialise(self, inputs: Any, training: bool) -> CompiledProgram:
         """The same network and plan for another signature; numerics were checked for the first one."""
         verify: Verify = "off" if self.options.verify == "off" else "trace"
-        options = replace(self.options, verify=verify, time_steps=_steps_of(inputs, self.options))
+        options = replace(self.options, verify=verify, time_steps=steps_of(inputs, self.options))
         compiled, _ = compile_program(self.model, inputs, options, self.plan, training=training)
         return compiled
 
@@ -311,13 +309,13 @@ class LazyProgram:
         self._program, self._options = program, options
         self._running: RunningProgram | None = None
 
-    def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor]) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor], **options: Any) -> Tensor:
         """Compile and launch at the first call; then `RunningProgram.train_step`."""
-        return self._start(inputs).train_step(inputs, targets, loss_fn)
+        return self._start(inputs).train_step(inputs, targets, loss_fn, **options)
 
-    def eval_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[..., Tensor] | None = None) -> Any:
+    def eval_step(self, inputs: Any, targets: Any = None, loss_fn: Any = None, **options: Any) -> Any:
         """Compile and launch at the first call; then `RunningProgram.eval_step`."""
-        return self._start(inputs).eval_step(inputs, targets, loss_fn)
+        return self._start(inputs).eval_step(inputs, targets, loss_fn, **options)
 
     def _start(self, inputs: Any) -> RunningProgram:
         if self._running is None:
@@ -334,73 +332,3 @@ class LazyProgram:
                 fix="give example_inputs= to parallelize to have it at once",
             )
         return getattr(self._running, name)
-
-
-def compile_program(
-    model: nn.Module, inputs: Any, options: Options, plan: Plan | None = None, *, training: bool | None = None
-) -> tuple[CompiledProgram, gates.GateReport | None]:
-    """Trace, analyse, decide and lower `model` for `inputs`; compare with the model as `options.verify` says."""
-    check_finite(inputs)
-    profile = options.profile or default_profile()
-    graph = trace_model(model, inputs, options, model.training if training is None else training)
-    report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
-    left_out = {name for name, wanted in ((FoldTime.name, options.fold), (HoistInvariant.name, options.hoist)) if not wanted}
-    rewrites = [item for item in REWRITE if item.name not in left_out]
-    records = PassManager((*rewrites, *ANALYZE)).run(graph)
-    decided = decide(
-        graph,
-        tp=options.tp,
-        pp=options.pp,
-        dp=options.dp,
-        schedule=options.schedule,
-        microbatches=options.microbatches or schedules.nearest(options.schedule, options.pp, options.pp),
-        stages_per_rank=options.stages_per_rank or 0,
-        pinned=plan,
-        profile=profile,
-        **sharding(options.shard),
-    )
-    compiled = lower(graph, decided, profile=profile)
-    compiled = replace(compiled, passes=(*records, *compiled.passes))
-    simulate.dry_run(compiled)
-    if options.verify == "full":
-        report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
-    return compiled, report
-
-
-def _steps_of(inputs: Any, options: Options) -> int | None:
-    """T of a single-step module for these inputs: what their time dims say, where they have one."""
-    if options.time_steps is None:
-        return None
-    dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
-    sizes = {x.shape[d] for x, d in zip(tensor_leaves(inputs), dims.time, strict=True) if d is not None}
-    return sizes.pop() if len(sizes) == 1 else options.time_steps
-
-
-def sharding(shard: Shard) -> dict[str, Any]:
-    """The arguments of `decide` that the request for sharding stands for."""
-    return {"objective": shard} if isinstance(shard, str) else {"shard": shard}
-
-
-def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool) -> SpikeGraph:
-    """The network as a graph, with batch and time where the options say."""
-    dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
-    return trace(
-        model,
-        inputs,
-        in_dims=dims.batch,
-        time_dims=dims.time,
-        out_dims=options.out_dims,
-        time_steps=options.time_steps,
-        training=training,
-        reset=options.reset,
-    )
-
-
-def check_finite(inputs: Any) -> None:
-    """ConfigError when an example input holds NaN or Inf: a gate fed with those shows nothing."""
-    for position, x in enumerate(tensor_leaves(inputs)):
-        if x.is_floating_point() and x.device.type != "meta" and not torch.isfinite(x).all():
-            raise ConfigError(
-                f"tensor {position} of the example inputs, shape {tuple(x.shape)}, holds NaN or Inf",
-                fix="give finite example inputs",
-            )

@@ -241,7 +241,7 @@ def _understood(path: str, texts: list[str], arguments: list[str] | None) -> tup
 
 
 def _trace(model: nn.Module, inputs: tuple[Any, ...], dims: dict[str, Any], options: dict[str, Any]) -> Any:
-    from snnpart.api import Options, trace_model
+    from snnpart.compilation import Options, trace_model
 
     chosen = Options(time_steps=options["time_steps"], **dims)
     return trace_model(model, inputs, chosen, model.training)

@@ -1,0 +1,150 @@
+"""One compilation: what the user asked for, and the flow from a module to a program.
+
+trace, the gate on the trace, rewrites, analyses, decisions, lowering, dry run, and the gate on the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from snnpart import gate as gates
+from snnpart import schedules, simulate
+from snnpart.costs import MachineProfile, default_profile
+from snnpart.errors import ConfigError
+from snnpart.graph import SpikeGraph
+from snnpart.layout import Layouts, input_dims, tensor_leaves
+from snnpart.mesh import Mesh
+from snnpart.pass_manager import PassManager
+from snnpart.passes import ANALYZE, REWRITE
+from snnpart.passes.decide import decide
+from snnpart.passes.lower import lower
+from snnpart.passes.rewrite.fold_time import FoldTime
+from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
+from snnpart.plan import Plan
+from snnpart.program import CompiledProgram
+from snnpart.trace import trace
+
+Verify = Literal["off", "trace", "full"]
+Shard = Literal["max", "time"] | Mapping[str, str]
+SHARD_OBJECTIVES = ("max", "time")
+VERIFY_LEVELS = ("off", "trace", "full")
+STATES = ("reset", "carry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked `parallelize` for."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: str = "ddp"
+    input_layout: Layouts | None = None
+    in_dims: Any = None
+    out_dims: Any = None
+    time_steps: int | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    split_at: tuple[str, ...] | None = None
+    shard: Shard = "max"
+    verify: Verify = "full"
+    hoist: bool = True
+    fold: bool = True
+    detach_every: int | None = None
+    state: str = "reset"
+    reset: Callable[[nn.Module], None] | None = None
+    profile: MachineProfile | None = None
+
+    def __post_init__(self) -> None:
+        Mesh(1, self.pp, self.tp)
+        if self.verify not in VERIFY_LEVELS:
+            raise ConfigError(f"verify={self.verify!r} is not known", choices=VERIFY_LEVELS)
+        if isinstance(self.shard, str) and self.shard not in SHARD_OBJECTIVES:
+            raise ConfigError(
+                f"shard={self.shard!r} is not known", fix="or give a dict of paths and rules", choices=SHARD_OBJECTIVES
+            )
+        if self.state not in STATES:
+            raise ConfigError(f"state={self.state!r} is not known", choices=STATES)
+        for name in ("time_steps", "microbatches", "detach_every"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} is not a positive integer")
+        Plan(tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule, stages_per_rank=self.stages_per_rank or 0)
+
+
+def compile_program(
+    model: nn.Module, inputs: Any, options: Options, plan: Plan | None = None, *, training: bool | None = None
+) -> tuple[CompiledProgram, gates.GateReport | None]:
+    """Trace, analyse, decide and lower `model` for `inputs`; compare with the model as `options.verify` says."""
+    check_finite(inputs)
+    profile = options.profile or default_profile()
+    graph = trace_model(model, inputs, options, model.training if training is None else training)
+    report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
+    left_out = {
+        name for name, wanted in ((FoldTime.name, options.fold), (HoistInvariant.name, options.hoist)) if not wanted
+    }
+    rewrites = [item for item in REWRITE if item.name not in left_out]
+    records = PassManager((*rewrites, *ANALYZE)).run(graph)
+    decided = decide(
+        graph,
+        tp=options.tp,
+        pp=options.pp,
+        dp=options.dp,
+        schedule=options.schedule,
+        microbatches=options.microbatches or schedules.nearest(options.schedule, options.pp, options.pp),
+        stages_per_rank=options.stages_per_rank or 0,
+        split_at=options.split_at,
+        pinned=plan,
+        profile=profile,
+        **sharding(options.shard),
+    )
+    compiled = lower(graph, decided, profile=profile)
+    compiled = replace(compiled, passes=(*records, *compiled.passes))
+    simulate.dry_run(compiled)
+    if options.verify == "full":
+        report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
+    return compiled, report
+
+
+def steps_of(inputs: Any, options: Options) -> int | None:
+    """T of a single-step module for these inputs: what their time dims say, where they have one."""
+    if options.time_steps is None:
+        return None
+    dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
+    sizes = {x.shape[d] for x, d in zip(tensor_leaves(inputs), dims.time, strict=True) if d is not None}
+    return sizes.pop() if len(sizes) == 1 else options.time_steps
+
+
+def sharding(shard: Shard) -> dict[str, Any]:
+    """The arguments of `decide` that the request for sharding stands for."""
+    return {"objective": shard} if isinstance(shard, str) else {"shard": shard}
+
+
+def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool) -> SpikeGraph:
+    """The network as a graph, with batch and time where the options say."""
+    dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
+    return trace(
+        model,
+        inputs,
+        in_dims=dims.batch,
+        time_dims=dims.time,
+        out_dims=options.out_dims,
+        time_steps=options.time_steps,
+        training=training,
+        reset=options.reset,
+    )
+
+
+def check_finite(inputs: Any) -> None:
+    """ConfigError when an example input holds NaN or Inf: a gate fed with those shows nothing."""
+    for position, x in enumerate(tensor_leaves(inputs)):
+        if x.is_floating_point() and x.device.type != "meta" and not torch.isfinite(x).all():
+            raise ConfigError(
+                f"tensor {position} of the example inputs, shape {tuple(x.shape)}, holds NaN or Inf",
+                fix="give finite example inputs",
+            )
