@@ -13,10 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from snnpart.errors import ConfigError
+from snnpart.errors import ConfigError, LaunchError
 from snnpart.frameworks.carried import State, give_state, holds_state, restart, take_state
 from snnpart.program import CompiledProgram
+from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.stage import Stage
+from snnpart.windows import Cut
 
 
 class Carrier(Protocol):
@@ -149,3 +151,24 @@ class Carry:
             {("", str(i)): x for i, x in enumerate(self._slots[number])}, zeros, mask, "hand-written state"
         )
         self._slots[number] = list(states.values())
+
+
+def agreed_windows(cut: Cut | None, inputs: Any, ranks: Ranks) -> list[tuple[Any, float]]:
+    """The windows of a call with their shares of the steps, as many on every rank.
+
+    Raises:
+        ConfigError, LaunchError: on every rank, when a rank's inputs cannot be cut, or ranks have other numbers.
+    """
+    if cut is None:
+        return [(inputs, 1.0)]
+    problem: Exception | None = None
+    found: list[tuple[Any, float]] = []
+    try:
+        found = list(cut.windows(inputs))
+    except Exception as error:
+        problem = error
+    ranks.agree(problem)
+    counts = ranks.gather(len(found))
+    if len(set(counts)) > 1:
+        raise LaunchError(f"the ranks' sequences have {counts} windows", fix="give every rank the same T in a step")
+    return found

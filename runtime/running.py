@@ -31,10 +31,11 @@ from snnpart.graph import SpikeGraph
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.runtime import microbatch
-from snnpart.runtime.carry import Carrier, Carry
+from snnpart.runtime.carry import Carrier, Carry, agreed_windows
 from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers, data_parallel
 from snnpart.runtime.gradients import PartialGradients, clip
+from snnpart.runtime.losses import MEAN, LossCheck, Merged, Reduction
 from snnpart.runtime.outputs import share
 from snnpart.runtime.pipeline import Part, Pipeline
 from snnpart.runtime.ranks import Ranks
@@ -54,6 +55,8 @@ class Settings:
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     clip_grad_norm: float | None = None
     target_dim: int = 0
+    reduction: Reduction = MEAN
+    check_loss: bool = True
     check_inputs: bool = True
     carry: bool = False
     cut: Cut | None = None
@@ -119,27 +122,60 @@ class RunningProgram:
         """
         self._bound_sequence()
         total = torch.zeros((), dtype=torch.float64)
-        for at, (window, share_of_time) in enumerate(self._windows(inputs)):
-            parts, _ = self._cut(window, targets, self.training, None if at else reset_mask)
+        for at, (window, share_of_time) in enumerate(agreed_windows(self._settings.cut, inputs, self.ranks)):
+            mask = None if at else reset_mask
+            parts, _ = self._cut(window, targets, self.training, mask, self._settings.reduction)
             if self.optimizer is not None and at == 0:
                 self.optimizer.zero_grad()
-            total = total + self._run_window([p.weighing(p.weight * share_of_time) for p in parts], loss_fn)
+            timed = [part.weighing(part.weight * share_of_time) for part in parts]
+            total = total + self._run_window(timed, loss_fn, targets)
         self._bound_sequence()
         self._update()
         return total
 
-    def _run_window(self, parts: list[Part], loss_fn: LossFn) -> Tensor:
+    def _run_window(self, parts: list[Part], loss_fn: LossFn, targets: Any) -> Tensor:
         """Forward and backward of all microbatches; the loss."""
         self._start(self.training)
         self._partial.begin()
         loss = lambda outputs, part: loss_fn(self._result(outputs, part), part.targets)  # noqa: E731
+        settings = self._settings
+        suspect = LossCheck(settings.reduction, loss_fn, settings.target_dim) if self._judges(parts) else None
         pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts, loss)
+        if suspect is not None:
+            pipeline.loss = suspect.around(loss)
+        if settings.reduction.kind == "merged":
+            pipeline.merged = self._merged(parts, loss_fn, targets)
         with ops.use_collectives(self._collectives):
             pipeline.run(self.compiled.schedule)
+        if suspect is not None:
+            self._judge(suspect)
         self._parallel.finish()
         self._partial.finish()
         self._parallel.rest()
         return self._same_everywhere(pipeline.total / self.ranks.mesh.dp)
+
+    def _judges(self, parts: Sequence[Part]) -> bool:
+        """Whether this is the first step, and the kind of loss matters."""
+        return self._settings.check_loss and (len(parts) > 1 or self.ranks.mesh.dp > 1)
+
+    def _judge(self, suspect: LossCheck) -> None:
+        """Raise on every rank if the first loss is not of the kind that was said; its gradients are forgotten."""
+        try:
+            self.ranks.agree(suspect.problem)
+        except ConfigError:
+            self.zero_grad()
+            self._parallel.forget()
+            raise
+        self._settings = replace(self._settings, check_loss=False)
+
+    def _merged(self, parts: Sequence[Part], loss_fn: LossFn, targets: Any) -> Merged:
+        """The loss of all microbatches at once."""
+        weight, goal = sum(part.weight for part in parts), self._to_device(targets)
+        return Merged(
+            self._source(parts[0]),
+            [part.size for part in parts],
+            lambda outputs: loss_fn(self._result(outputs, parts[0]), goal) * weight,
+        )
 
     def _result(self, outputs: Sequence[Any], part: Part) -> Any:
         """The user's structure of a microbatch's outputs; hand-written state that comes with them is kept."""
@@ -149,23 +185,6 @@ class RunningProgram:
         result, states = value
         self._carry.keep_slots(part.number, states)
         return result
-
-    def _windows(self, inputs: Any) -> list[tuple[Any, float]]:
-        """The windows of this call, as many on every rank."""
-        cut = self._settings.cut
-        if cut is None:
-            return [(inputs, 1.0)]
-        problem: Exception | None = None
-        found: list[tuple[Any, float]] = []
-        try:
-            found = list(cut.windows(inputs))
-        except Exception as error:
-            problem = error
-        self.ranks.agree(problem)
-        counts = self.ranks.gather(len(found))
-        if len(set(counts)) > 1:
-            raise LaunchError(f"the ranks' sequences have {counts} windows", fix="give every rank the same T in a step")
-        return found
 
     def _bound_sequence(self) -> None:
         """Where a sequence begins and ends: nothing is carried over it, unless the user wants so."""
@@ -191,14 +210,26 @@ class RunningProgram:
         if cut is None or cut.steps is None:
             outputs, share_of_all = self._evaluate(inputs, reset_mask)
         else:
-            pairs = [self._evaluate(x, None if at else reset_mask) for at, (x, _) in enumerate(self._windows(inputs))]
+            windows = [window for window, _ in agreed_windows(cut, inputs, self.ranks)]
+            pairs = [self._evaluate(window, None if at else reset_mask) for at, window in enumerate(windows)]
             outputs, share_of_all = joined([out for out, _ in pairs]), pairs[0][1]
         self._bound_sequence()
         if loss_fn is None:
             return outputs
         with torch.no_grad():
             loss = loss_fn(outputs, self._to_device(targets))
-        return outputs, self._same_everywhere(loss * share_of_all)
+        return outputs, self._over_all(loss, targets, share_of_all)
+
+    def _over_all(self, loss: Tensor, targets: Any, share_of_all: float) -> Tensor:
+        """The loss over all dp ranks from each one's."""
+        reduction = self._settings.reduction
+        if reduction.kind == "weights":
+            weight = reduction.weight(0, self._to_device(targets))
+            everyone = float(self._same_everywhere(weight))
+            share_of_all = weight / everyone if everyone else 0.0
+        if reduction.kind == "sum":
+            share_of_all = 1.0
+        return self._same_everywhere(loss * share_of_all if share_of_all else 0.0)
 
     def _evaluate(self, inputs: Any, reset_mask: Tensor | None) -> tuple[Any, float]:
         """Outputs in the user's structure, and this dp rank's share of all samples."""
@@ -219,24 +250,33 @@ class RunningProgram:
         return outputs, share_of_all
 
     def _cut(
-        self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None = None
+        self,
+        inputs: Any,
+        targets: Any,
+        training: bool,
+        reset_mask: Tensor | None = None,
+        reduction: Reduction = MEAN,
     ) -> tuple[list[Part], float]:
         """This rank's microbatches, agreed with the others, and this dp rank's share of all samples."""
         if self._closed:
             raise LaunchError("the program was closed", fix="launch it again")
         problem: Exception | None = None
         parts: list[Part] = []
+        weights: list[float] = []
         try:
             parts = self._parts(inputs, targets, training, reset_mask)
+            weights = [reduction.weight(part.size, part.targets) for part in parts]
         except Exception as error:  # the user's own too: what stops one rank must stop all before they communicate
             problem = error
         size, dp = sum(part.size for part in parts), self.ranks.mesh.dp
         mine = [float(size * (copy == self.ranks.at.dp)) for copy in range(dp)]
-        sums = self.ranks.agree(problem, [*mine, *(number**2 for number in mine)])
+        weighs = sum(weights) if self.ranks.at.pp == 0 and self.ranks.at.tp == 0 else 0.0
+        everyone, *sums = self.ranks.agree(problem, [weighs, *mine, *(number**2 for number in mine)])
         copies = self.ranks.mesh.pp * self.ranks.mesh.tp
         microbatch.check_same_batch(sums[:dp], sums[dp:], copies)
         total = sum(sums[:dp]) / copies
-        return [part.weighing(part.size * dp / total) for part in parts], size / total
+        factors = [reduction.factor(weight, everyone, dp) for weight in weights]
+        return [part.weighing(factor) for part, factor in zip(parts, factors, strict=True)], size / total
 
     def _parts(self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None) -> list[Part]:
         infos = self.compiled.source.inputs
@@ -374,7 +414,10 @@ class RunningProgram:
         buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.named_buffers()]
         grads, training = [(p, p.grad) for p in self.parameters()], self.training
         optimizer, self.optimizer = self.optimizer, None
-        settings, self._settings = self._settings, replace(self._settings, clip_grad_norm=None)
+        settings, self._settings = (
+            self._settings,
+            replace(self._settings, clip_grad_norm=None, reduction=MEAN, check_loss=False),
+        )
         state = self._carry.put_aside() if self._carry is not None else None
         self.zero_grad()
         try:

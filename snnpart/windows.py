@@ -173,8 +173,8 @@ def check_windows(model: nn.Module, inputs: Any, cut: Cut, reset: Callable[[nn.M
     for at, want in enumerate(whole):
         if not _agrees(want, [(part[at], share) for part, share in parts]):
             raise ConfigError(
-                f"output {at} of the whole sequence is not made of those of windows of {cut.every} steps: state does not "
-                f"go from one call to the next",
+                f"output {at} of the whole sequence is not made of those of windows of {cut.every} steps: state does "
+                f"not go from one call to the next",
                 where=f"network '{type(model).__name__}'",
                 fix="keep neuron state on the modules (not in forward's own variables), or leave detach_every out",
             )
