@@ -17,6 +17,7 @@ from snnpart.errors import ConfigError, LaunchError
 from snnpart.program import CompiledProgram
 from snnpart.runtime.carry import Carrier
 from snnpart.runtime.fingerprint import agree_on_values, check_fingerprints
+from snnpart.runtime.losses import reduction_of
 from snnpart.runtime.ranks import join
 from snnpart.runtime.running import RunningProgram, Settings
 from snnpart.runtime.signatures import Specialise
@@ -36,6 +37,7 @@ def launch(
     verify: bool = True,
     expected: Callable[[RunningProgram], Any] | None = None,
     target_dim: int = 0,
+    loss_reduction: Any = "mean",
     check_inputs: bool = True,
     timeout: timedelta = TIMEOUT,
     carry: bool = False,
@@ -53,6 +55,8 @@ def launch(
         specialise: `(inputs, training) -> CompiledProgram` for a signature the program was not compiled for.
         verify: call `expected(running)` once everything stands; it checks the program and raises if it is wrong.
         target_dim: where the batch is in targets.
+        loss_reduction: what loss_fn does with samples: "mean", "sum", "merged" (GPipe: evaluated once), or a function
+            of a microbatch's targets that gives its weight; see `runtime.losses`. The first step checks it (`verify`).
         check_inputs: look for NaN and Inf in every batch (on CUDA the host waits for the answer).
         timeout: how long a rank waits for another before it fails.
         carry: keep neuron state between steps; `reset` drops it.
@@ -70,6 +74,12 @@ def launch(
             f"optimizer is a {type(optimizer).__name__}, not a factory: each rank makes one for its own parameters",
             fix="pass optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
+    reduction = reduction_of(loss_reduction, compiled.plan.schedule)
+    if reduction.kind == "merged" and (carry or cut is not None):
+        raise ConfigError(
+            'loss_reduction="merged" cannot be had with state that is carried or with detach_every',
+            fix="give the weight of a microbatch as a function of its targets",
+        )
     earlier = _running.get(id(compiled))
     if earlier is not None and not earlier.closed:
         raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
@@ -80,6 +90,8 @@ def launch(
         optimizer=optimizer,
         clip_grad_norm=clip_grad_norm,
         target_dim=target_dim,
+        reduction=reduction,
+        check_loss=verify,
         check_inputs=check_inputs,
         carry=carry,
         cut=cut,

@@ -64,8 +64,8 @@ class _Flight:
 class Pipeline:
     """This rank's side of the pipeline for one pass over its microbatches.
 
-    `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only. `merged` takes its
-    place where the loss is of all microbatches together.
+    `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only. `merged` takes
+    its place where the loss is of all microbatches together.
     """
 
     ranks: Ranks

@@ -263,6 +263,14 @@ CASES: dict[str, Case] = {
         lambda: [(det(6, 4, k=0.3 + 0.1 * i), torch.arange(6) % 3) for i in range(2)],
         F.cross_entropy,
     ),
+    "wide": Case(
+        lambda: fill(
+            nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), LIF(vth=0.1)) for _ in range(4)], nn.Linear(4, 3)),
+            scale=0.9,
+        ),
+        lambda: [(det(10, 4) * 2, torch.arange(10) % 3)],
+        loss=F.cross_entropy,
+    ),
     "norms": Case(
         lambda: fill(Norms(), scale=0.9),
         lambda: [(det(8, 2, 5, 5, k=0.3 + 0.2 * i) * 2, torch.arange(8) % 3) for i in range(2)],
