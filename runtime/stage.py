@@ -15,7 +15,7 @@ built, and tensors are looked up by path afterwards: FSDP2 exchanges the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -101,10 +101,12 @@ class Stage:
         return {index: self._bind(compiled, compiled.stage(index, tp_rank)) for index in self.indices}
 
     def _bind(self, compiled: CompiledProgram, program: StageProgram) -> BoundStage:
-        self._check_same(program)
+        cut = self._cut_when_read(program)
+        self._check_same(program, {part.name for part in cut})
         names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
         order = {info.name: i for i, info in enumerate(compiled.source.inputs)}
         graph = localise(program.graph, self.device)
+        _cut_reads(graph, cut)
         if self._split:
             views_for_readers(graph)
         return BoundStage(
@@ -115,9 +117,14 @@ class Stage:
             run=self.module.bind(graph),
         )
 
-    def _check_same(self, program: StageProgram) -> None:
+    def _cut_when_read(self, program: StageProgram) -> list[TensorSlice]:
+        """Buffers that this graph reads in parts and that are held whole, because the launched graph writes them."""
+        held = {part.name for part in self.slices.values() if part.dim is None and part.leaf is None}
+        return [p for p in program.tensors if p.dim is not None and not p.requires_grad and p.name in held]
+
+    def _check_same(self, program: StageProgram, cut: Container[str]) -> None:
         """A graph bound later must find the tensors and leaves it was cut for."""
-        wanted = {p.name: (p.dim, p.pieces) for p in program.tensors}
+        wanted = {p.name: (p.dim, p.pieces) for p in program.tensors if p.name not in cut}
         have = {p.name: (p.dim, p.pieces) for p in self.slices.values() if self.stage_of[p.name] == program.stage}
         differ = sorted(n for n in wanted if have.get(n) != wanted[n]) + sorted(set(program.leaves) - set(self.leaves))
         if differ:
@@ -225,6 +232,17 @@ def localise(graph: fx.Graph, device: torch.device) -> fx.Graph:
         if node.op == "get_attr" and node.target in assigned:
             _copy_reads(local, node)
     return local
+
+
+def _cut_reads(graph: fx.Graph, parts: Iterable[TensorSlice]) -> None:
+    """Have every read of the parts' tensors, which are held whole, take this rank's pieces."""
+    known = {part.name: part for part in parts}
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and node.target in known:
+            part = known[node.target]
+            with graph.inserting_after(node):
+                piece = graph.call_function(ops.select_pieces, (node, part.dim, part.pieces))
+            node.replace_all_uses_with(piece, lambda user, piece=piece: user is not piece)  # type: ignore[misc]
 
 
 def _copy_reads(graph: fx.Graph, read: fx.Node) -> None:
