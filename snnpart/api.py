@@ -50,6 +50,7 @@ def parallelize(
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     split_at: Sequence[str] | None = None,
+    batchnorm: str = "microbatch",
     plan: Plan | str | os.PathLike[str] | None = None,
     shard: Shard = "max",
     verify: Verify = "full",
@@ -78,6 +79,8 @@ def parallelize(
         microbatches: parts of a batch that are in the pipeline at once; default pp.
         schedule: "1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb" or "zbv"; see docs/pipeline.md.
         stages_per_rank: stages of each rank under an interleaved schedule; default 2.
+        batchnorm: whose statistics BatchNorm takes in training: "microbatch", as gradient accumulation does, or "full",
+            the whole batch's (GPipe).
         split_at: the paths of the modules that begin the stages 1, 2, ..., instead of the cut that is found.
         plan: decisions to keep, as a `Plan` or the path of its JSON. Its topology and schedule count; modules that it
             does not name are decided.
@@ -140,6 +143,7 @@ def parallelize(
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         split_at=None if split_at is None else tuple(split_at),
+        batchnorm=batchnorm,
         shard=shard,
         verify=verify,
         hoist=hoist,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from snnpart import gate as gates
-from snnpart import schedules, simulate
+from snnpart import simulate
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.errors import ConfigError
 from snnpart.graph import SpikeGraph
@@ -22,6 +22,7 @@ from snnpart.mesh import Mesh
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.decide import decide
+from snnpart.passes.decide.microbatches import decide_microbatches
 from snnpart.passes.lower import lower
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
@@ -51,6 +52,7 @@ class Options:
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     split_at: tuple[str, ...] | None = None
+    batchnorm: str = "microbatch"
     shard: Shard = "max"
     verify: Verify = "full"
     hoist: bool = True
@@ -90,13 +92,16 @@ def compile_program(
     }
     rewrites = [item for item in REWRITE if item.name not in left_out]
     records = PassManager((*rewrites, *ANALYZE)).run(graph)
+    microbatches, notices = decide_microbatches(
+        graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
+    )
     decided = decide(
         graph,
         tp=options.tp,
         pp=options.pp,
         dp=options.dp,
         schedule=options.schedule,
-        microbatches=options.microbatches or schedules.nearest(options.schedule, options.pp, options.pp),
+        microbatches=microbatches,
         stages_per_rank=options.stages_per_rank or 0,
         split_at=options.split_at,
         pinned=plan,
@@ -104,7 +109,7 @@ def compile_program(
         **sharding(options.shard),
     )
     compiled = lower(graph, decided, profile=profile)
-    compiled = replace(compiled, passes=(*records, *compiled.passes))
+    compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))
     simulate.dry_run(compiled)
     if options.verify == "full":
         report = gates.check_program(model, compiled, inputs, report, reset=options.reset)

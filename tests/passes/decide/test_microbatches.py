@@ -1,0 +1,44 @@
+"""The number of microbatches, and BatchNorm over the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from snnpart.api import parallelize
+from snnpart.errors import ConfigError, PlanError
+from snnpart.program import CompiledProgram
+from tests.distributed.cases import Norms, Skip, det, fill, reset
+
+
+def compiled(model: torch.nn.Module, x: torch.Tensor, **options: object) -> CompiledProgram:
+    return parallelize(model, example_inputs=x, verify="off", reset=reset, **options).compiled  # type: ignore[arg-type]
+
+
+def images() -> torch.Tensor:
+    return det(8, 2, 5, 5)
+
+
+def test_default_is_the_number_of_stages() -> None:
+    assert compiled(fill(Skip()), det(4, 4), pp=3).plan.microbatches == 3
+
+
+def test_full_batch_statistics_run_as_one_microbatch() -> None:
+    program = compiled(fill(Norms()), images(), pp=2, schedule="gpipe", batchnorm="full")
+    assert program.plan.microbatches == 1
+    assert any("runs as one microbatch" in notice for notice in program.notices)
+    assert compiled(fill(Norms()), images(), batchnorm="full").plan.microbatches == 1
+
+
+def test_without_batch_norm_it_changes_nothing() -> None:
+    program = compiled(fill(Skip()), det(4, 4), pp=2, batchnorm="full", microbatches=4)
+    assert program.plan.microbatches == 4
+
+
+def test_refusals() -> None:
+    with pytest.raises(PlanError, match=r"needs the whole batch at each BatchNorm, schedule=\'zbv\'"):
+        compiled(fill(Norms()), images(), pp=2, schedule="zbv", batchnorm="full")
+    with pytest.raises(PlanError, match="as one microbatch, not as 4"):
+        compiled(fill(Norms()), images(), pp=2, schedule="gpipe", batchnorm="full", microbatches=4)
+    with pytest.raises(ConfigError, match="batchnorm='sync' is not known"):
+        compiled(fill(Norms()), images(), batchnorm="sync")
