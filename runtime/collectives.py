@@ -97,7 +97,7 @@ def _all_gather_padded(x: Tensor, axis: Axis, length: int, states: States | None
     return tuple(part.view(local.dtype) for part in parts)
 
 
-class _AllReduce(Function):
+class AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         return sum_over(x, axis)
@@ -107,7 +107,7 @@ class _AllReduce(Function):
         return grads[0], None
 
 
-class _GradAllReduce(Function):
+class GradAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -164,11 +164,11 @@ class GroupCollectives:
     axes: Mapping[str, Axis]
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        result: Tensor = _AllReduce.apply(x, self.axes[axis])
+        result: Tensor = AllReduce.apply(x, self.axes[axis])
         return result
 
     def grad_all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        result: Tensor = _GradAllReduce.apply(x, self.axes[axis])
+        result: Tensor = GradAllReduce.apply(x, self.axes[axis])
         return result
 
     def all_gather(

@@ -6,8 +6,6 @@ every bit plane, that is 8 * BLOCK elements, and loads each element once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,12 +47,10 @@ def unpack(planes: Tensor, elements: int, states: States, dtype: torch.dtype) ->
     return out.view(torch.bool) if dtype is torch.bool else out
 
 
-if triton is not None:
+if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _pack(
-        x: Any, planes: Any, elements: Any, size: Any, low: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ) -> None:
+    def _pack(x, planes, elements, size, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         place = tl.arange(0, 8)
         at = byte[:, None] * 8 + place[None, :]
@@ -64,9 +60,7 @@ if triton is not None:
             tl.store(planes + plane * size + byte, tl.sum(bit, axis=1).to(tl.uint8), mask=byte < size)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _unpack(
-        planes: Any, out: Any, elements: Any, size: Any, low: Any, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-    ) -> None:
+    def _unpack(planes, out, elements, size, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         place = tl.arange(0, 8)
         at = byte[:, None] * 8 + place[None, :]
