@@ -151,9 +151,10 @@ def _found(report: Report) -> list[Section]:
         kinds.setdefault((s.kind, s.detail), []).append(s.module or "(the module itself)")
     states = [f"{kind} ({detail}): {', '.join(modules)}" for (kind, detail), modules in kinds.items()]
     assumptions = [f"{a.kind}: {a.text}" + (f" [{a.place}]" if a.place else "") for a in report.assumptions]
-    none = ["none: this network has no spiking neuron"] if not report.states else states
+    silent = any(a.kind == "neuron" for a in report.assumptions)
+    why = "this network has no spiking neuron" if silent else "its neurons keep none on a module between forward calls"
     return [
-        *_lines("Neuron state, reset before every microbatch", none),
+        *_lines("Neuron state, reset before every microbatch", states or [f"none: {why}"]),
         *_lines("Assumptions made while tracing", assumptions),
         *_lines("Parameters that forward does not use (kept, no gradient)", report.unused_parameters),
         *_lines("Notices", report.notices),

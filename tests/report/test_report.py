@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from snnpart.graph import Assumption
 from snnpart.plan import Plan
 from snnpart.report import Report, build
 from snnpart.report.layers import modules_of
@@ -106,8 +107,11 @@ def plan_line(report: Report) -> str:
 
 def test_a_network_without_neurons_says_so() -> None:
     program = compiled()
-    bare = replace(program, source=replace(program.source, leaves={}, states=()))
-    assert "this network has no spiking neuron" in build(bare).text()
+    found = (Assumption("neuron", "no spiking neuron was found"),)
+    bare = replace(program, source=replace(program.source, leaves={}, states=(), assumptions=found))
+    assert "none: this network has no spiking neuron" in build(bare).text()
+    local = replace(program, source=replace(program.source, leaves={}, states=(), assumptions=()))
+    assert "none: its neurons keep none on a module between forward calls" in build(local).text()
 
 
 def test_gate_off_is_said() -> None:
