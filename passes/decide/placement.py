@@ -44,6 +44,7 @@ from torch import fx
 
 from snnpart import facts
 from snnpart.costs import MachineProfile
+from snnpart.effects import writes_buffer
 from snnpart.errors import PlanError
 from snnpart.facts import Cost, Placement, Sharded, Spread, Value
 from snnpart.graph import SpikeGraph, output_node
@@ -205,15 +206,19 @@ def write_placements(graph: SpikeGraph, lanes: Lanes, choice: Choice) -> None:
 
 
 def _place_tensors(graph: SpikeGraph) -> None:
-    """A tensor is sliced when everything that reads it needs the same slices."""
+    """A tensor is sliced when everything that reads it needs the same slices, or when what writes it does: running
+    statistics that other operations read are gathered for those, for a write to a copy would be lost."""
     wanted: dict[str, set[Spread]] = {}
+    written: dict[str, set[Spread]] = {}
     reads = [node for node in graph.graph.nodes if is_tensor_read(node)]
     for read in reads:
         for user in read.users:
             inputs = dict(zip(user.all_input_nodes, facts.need(user, Placement).inputs))
             wanted.setdefault(str(read.target), set()).add(inputs[read])
+            if writes_buffer(user) and not facts.need(read, Value).requires_grad:
+                written.setdefault(str(read.target), set()).add(inputs[read])
     for read in reads:
-        spreads = wanted.get(str(read.target), {R})
+        spreads = written.get(str(read.target)) or wanted.get(str(read.target), {R})
         spread = next(iter(spreads))
         if len(spreads) == 1 and isinstance(spread, Sharded):
             facts.put(read, Placement("slice", spread))

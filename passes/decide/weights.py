@@ -34,7 +34,7 @@ def made_of_tensors(graph: fx.Graph) -> set[fx.Node]:
     """What is computed from tensors of the network alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        inputs = node.all_input_nodes
+        inputs = [n for n in node.all_input_nodes if is_tensor(n)]  # a size may depend on the batch's
         computed = node.op in ("call_function", "call_method") and inputs and is_tensor(node)
         if computed and all(n in found or is_tensor_read(n) for n in inputs):
             found.add(node)
@@ -53,7 +53,7 @@ def _wanted(node: fx.Node, rows: Mapping[fx.Node, Row]) -> Sharded | None:
 def _row_that_gives(node: fx.Node, wanted: Sharded, graph: SpikeGraph, tp: int) -> Row | None:
     """The row by which the result lies as wanted, tried with each dim of each operand that is long enough."""
     size = shape(node)[wanted.dim]
-    for source in node.all_input_nodes:
+    for source in filter(is_tensor, node.all_input_nodes):
         for dim, extent in enumerate(shape(source)):
             if extent != size:
                 continue

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 from snnpart import facts, ops
 from snnpart.bits import gather_us
 from snnpart.costs import MachineProfile
-from snnpart.effects import is_random
+from snnpart.effects import is_random, writes_buffer
 from snnpart.facts import Cost, Domain, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
@@ -138,7 +138,13 @@ class _Rewrite:
                 self.graph.output(results).meta = dict(node.meta)
             else:
                 self.made[node] = self._copy(node)
+                self._forget_written(node)
         return self.graph
+
+    def _forget_written(self, node: fx.Node) -> None:
+        """What was gathered of a buffer is out of date once it is written."""
+        if writes_buffer(node):
+            self.converted = {key: new for key, new in self.converted.items() if key[0] not in node.all_input_nodes}
 
     def _copy(self, node: fx.Node) -> fx.Node:
         placement = facts.need(node, Placement)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -133,3 +135,53 @@ def test_facts_are_local() -> None:
     assert facts.need(linear, Cost).flops == facts.need(whole, Cost).flops / 2
     gather = next(node for node in _nodes(program) if node.target in ops.COLLECTIVES)
     assert facts.origin(gather).made_by == "shard-channels" and facts.need(gather, Cost).us > 0
+
+
+class Border(nn.Module):
+    """A norm whose running statistics make the border around its result, as large as the batch."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        assert self.bn.running_mean is not None
+        n, c, h, w = y.shape
+        out = (self.bn.bias.detach() - self.bn.running_mean).view(1, -1, 1, 1).repeat(n, 1, h + 2, w + 2)
+        out[:, :, 1:-1, 1:-1] = y
+        return out
+
+
+class Watched(nn.Module):
+    """Running statistics that operations over all channels read before and after they are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.head = nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Conv2d(5, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bn.running_mean is not None
+        before = self.bn.running_mean.flip(0).norm()
+        y = fire(self.bn(self.conv(x)))
+        return self.head(y) * (1 + before) + self.bn.running_mean.flip(0).norm()
+
+
+@pytest.mark.parametrize("net", [lambda: Border(5), Watched])
+def test_running_statistics_that_others_read_too_are_written(net: Any) -> None:
+    """A sharded norm that wrote its averages into a slice of a copy would lose them."""
+    module = net().double().train()
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    module(x)
+    program = compiled(module, (x,), tp=2)
+    held = {t.name: t for t in program.stages[0, 0].tensors}
+    assert held["bn.running_mean"].dim == 0
+    assert_parity(module, (x,), program)
+    assert_parity(module, (x,), program, microbatches=2)
+
+
+def test_a_border_made_of_statistics_is_cut_with_the_channels() -> None:
+    module = Border(6).double()
+    program = compiled(module, (torch.randn(4, 2, 5, 5, dtype=torch.float64),), tp=2)
+    names = [node.target for node in program.stages[0, 0].graph.nodes if node.target in (ops.shard, ops.all_gather)]
+    assert names == [ops.all_gather]
