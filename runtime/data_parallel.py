@@ -74,7 +74,7 @@ class Ddp(Alone):
         super().backward(roots, grads, last)
 
     def forget(self) -> None:
-        self._ddp, self._empty = None, False
+        self._ddp, self._left_out = None, None
         gc.collect()  # the old reducer takes its hooks off the parameters when it goes
 
     def finish(self) -> None:

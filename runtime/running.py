@@ -88,6 +88,7 @@ class RunningProgram:
         if settings.carry or settings.cut is not None:
             self._stage.between = self._carry = Carry(self._stage, compiled, settings.carrier)
         self._closed = False
+        self._steps = 0
         self.training = True
         self.grad_norm: float | None = None
         self.optimizer = self._make_optimizer()
@@ -141,12 +142,14 @@ class RunningProgram:
         settings = self._settings
         suspect = LossCheck(settings.reduction, loss_fn, settings.target_dim) if self._judges(parts) else None
         pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts, loss)
+        pipeline.check = self._steps == 0
         if suspect is not None:
             pipeline.loss = suspect.around(loss)
         if settings.reduction.kind == "merged":
             pipeline.merged = self._merged(parts, loss_fn, targets)
         with ops.use_collectives(self._collectives):
             pipeline.run(self.compiled.schedule)
+        self._steps += 1
         if suspect is not None:
             self._judge(suspect)
         self._parallel.finish()
@@ -409,14 +412,14 @@ class RunningProgram:
     def preserved(self) -> Iterator[None]:
         """Put buffers, gradients and mode back when the block is left: for checks that must leave no trace.
 
-        Steps inside clip no gradient and update no parameter.
+        Steps inside clip no gradient, update no parameter, and run what they are given as one window.
         """
         buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.named_buffers()]
         grads, training = [(p, p.grad) for p in self.parameters()], self.training
         optimizer, self.optimizer = self.optimizer, None
         settings, self._settings = (
             self._settings,
-            replace(self._settings, clip_grad_norm=None, reduction=MEAN, check_loss=False),
+            replace(self._settings, clip_grad_norm=None, reduction=MEAN, check_loss=False, cut=None),
         )
         state = self._carry.put_aside() if self._carry is not None else None
         self.zero_grad()
