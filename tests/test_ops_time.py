@@ -146,7 +146,11 @@ def test_a_loop_over_a_neuron_layer_is_one_call_of_it() -> None:
     PassManager(ANALYZE).run(graph)
     states = [state for node in graph.graph.nodes if (state := facts.get(node, State)) is not None]
     assert states == [State(path, 0, 1) for path in ("lif1", "lif2", "lif3")]
-    results = [node for node in graph.graph.nodes if isinstance(getattr(node.args[0] if node.args else None, "target", 0), Loop)]
+    results = [
+        node
+        for node in graph.graph.nodes
+        if isinstance(getattr(node.args[0] if node.args else None, "target", 0), Loop)
+    ]
     assert [facts.need(node, Domain).kind for node in results] == ["spike", "spike", "spike", "real"]
     written = text.print_graph(graph)
     assert "  body\n" in written and "&lif1(" in written
@@ -196,5 +200,3 @@ def test_folded_shapes_grow_with_the_batch(folded: Any) -> None:
             assert (value.shape[0], value.slopes[0]) == (8, 4)
     several = facts.need(_loop_node(folded), Values)
     assert several.items[0].slopes[:2] == (0, 1)
-
-

@@ -110,7 +110,7 @@ def _inside(inner: fx.Graph, given: list[Range], graph: SpikeGraph) -> list[Rang
         elif node.op != "output":
             found = _range(node, graph, ranges)
             ranges[node] = found if value is None else _of_dtype(found, value.dtype)
-    return [ranges[node] for node in output_node(inner).args[0]]  # type: ignore[union-attr]
+    return [ranges[node] for node in output_node(inner).args[0]]  # type: ignore[union-attr, index]
 
 
 def _operand(arg: Any, ranges: dict[fx.Node, Range]) -> Range:

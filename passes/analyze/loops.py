@@ -8,7 +8,7 @@ indexing it with t gives a value of step t.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,11 @@ _WEIGHTED = ("conv", "linear", "norm")
 
 @dataclass(frozen=True)
 class Loop:
-    """The steps at which values are made, and the groups of nodes that do the same work at successive steps."""
+    """The steps at which values are made, the groups of nodes that do the same work at successive steps, and T."""
 
     steps: Mapping[fx.Node, int]
     groups: Sequence[Sequence[fx.Node]]
+    length: int = 1
 
 
 def find(graph: SpikeGraph) -> Loop:
@@ -38,7 +39,7 @@ def find(graph: SpikeGraph) -> Loop:
     whole = [nodes for nodes in groups if len(nodes) % length == 0] if length > 1 else []
     seeds = {node: place * length // len(nodes) for nodes in whole for place, node in enumerate(nodes)}
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
-    return Loop(_spread(graph, seeds, times, length), whole)
+    return Loop(_spread(graph, seeds, times, length), whole, length)
 
 
 def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
@@ -67,9 +68,15 @@ def is_layer(nodes: Sequence[fx.Node]) -> bool:
 def _length(graph: SpikeGraph, groups: list[list[fx.Node]]) -> int:
     if graph.time_steps is not None:
         return graph.time_steps
-    layers = [nodes for nodes in groups if is_layer(nodes)]
-    counts = Counter(len(nodes) for nodes in layers or groups if len(nodes) > 1)
-    return max(counts, key=lambda count: (counts[count], -count)) if counts else 1
+    counts = {len(nodes) for nodes in groups if len(nodes) > 1}
+    given = {info.shape[info.time_dim] for info in graph.inputs if info.time_dim is not None}
+    scores = {steps: _score(groups, steps) + (steps in given) for steps in counts | given if steps > 1}
+    return max(scores, key=lambda steps: (scores[steps], steps)) if any(scores.values()) else 1
+
+
+def _score(groups: list[list[fx.Node]], steps: int) -> float:
+    """How many groups are called `steps` times, or in part those that are called a multiple of it."""
+    return sum(steps / len(nodes) for nodes in groups if len(nodes) % steps == 0)
 
 
 def _spread(graph: SpikeGraph, seeds: dict[fx.Node, int], times: dict[str, int], length: int) -> dict[fx.Node, int]:

@@ -7,7 +7,6 @@ like an input of the same form (a membrane like the current that it sums), and m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from torch import fx
 
 from snnpart import facts
@@ -100,9 +99,9 @@ def _like(node: fx.Node, known: list[tuple[fx.Node, Sharded]]) -> Lane:
     value = first_value(node)
     for other, lane in known:
         form = first_value(other)
-        if value is not None and form is not None and len(form.shape) == len(value.shape):
-            if form.shape[lane.dim] == value.shape[lane.dim]:
-                return lane
+        assert form is not None  # it has a lane
+        if value is not None and len(form.shape) == len(value.shape) and form.shape[lane.dim] == value.shape[lane.dim]:
+            return lane
     return None
 
 
@@ -115,5 +114,3 @@ def _step_lane(lane: Lane) -> Lane:
 def _learns(node: fx.Node) -> bool:
     value = facts.get(node, Value)
     return is_tensor(node) and value is not None and value.requires_grad
-
-

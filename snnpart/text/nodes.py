@@ -227,9 +227,9 @@ def _loop(line: Line, reader: Reader, rest: deque[Line]) -> Loop:
     keep: list[Keep] = []
     while not line.take(")"):
         word = line.need("name", "all or last")
-        if word.text != "all" and word.text != "last":
+        if word.text not in ("all", "last"):
             raise line.error(f"'{word.text}' is not kept", word.column, ("all", "last"))
-        keep.append(word.text)
+        keep.append("all" if word.text == "all" else "last")
         line.take(",")
     body = _block("body", line, reader, rest)
     first = _block("first", line, reader, rest) if rest and rest[0].peek.text == "first" else None

@@ -22,7 +22,9 @@ class Dropped(nn.Module):
         self.a, self.b, self.lif = nn.Linear(4, 8), nn.Linear(8, 6), Lif(threshold=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = [self.b(F.dropout(self.lif(F.dropout(self.a(x), 0.2, self.training)), 0.5, self.training)) for _ in range(4)]
+        out = [
+            self.b(F.dropout(self.lif(F.dropout(self.a(x), 0.2, self.training)), 0.5, self.training)) for _ in range(4)
+        ]
         return torch.stack(out).mean(0)
 
 

@@ -1,9 +1,9 @@
 """fold-time: a Python loop over time, which the trace shows as T copies of its body, becomes one body over all steps.
 
-What does not depend on other steps runs once on [T*N, ...] (convolutions, linears, norms, pooling, views, and
+What does not depend on other steps runs once on [T*N, ...] (convolutions, linears, norms, pooling, views,
 element-wise operations); what is equal at every step runs once; neuron layers that take all steps do so; and what hangs
-together from step to step (neuron state, recurrent weights) is one `Loop` node that runs step after step. So the graph's
-size does not depend on T.
+together from step to step (neuron state, recurrent weights) is one `Loop` node that runs step after step. So the
+graph's size does not depend on T.
 
     steps    which node runs at which step
     columns  which nodes are the same operation at successive steps, and what they carry over

@@ -210,9 +210,7 @@ class _Match:
                 return None
         return needs
 
-    def _alike(
-        self, column: Column, path: Path, a: Any, b: Any, step: int, needs: dict[Column, fx.Node]
-    ) -> bool:
+    def _alike(self, column: Column, path: Path, a: Any, b: Any, step: int, needs: dict[Column, fx.Node]) -> bool:
         if not isinstance(a, fx.Node):
             return not isinstance(b, fx.Node) and (_same(a, b) or self._counts(column.model, path, a, b))
         source, at = self.of.get(a, (None, -1))
@@ -243,7 +241,7 @@ class _Match:
                         column.carried[path] = source
 
     def _source(self, column: Column, path: Path, a: fx.Node) -> Column | fx.Node | None:
-        """The column whose last value the operand is, the value at step 0 that later steps read, or None: a fixed one."""
+        """The column whose last value it is, or the value of step 0 that later steps read; None for a fixed operand."""
         later = column.nodes[MODEL + 1] if self.steps.count > MODEL + 1 else None
         b = dict(slots(later))[path] if later is not None else None
         if b is not None and b is not a:
@@ -280,7 +278,9 @@ class _Match:
         middle = [t for t in missing if t not in (0, last)]
         if column.at(0) is None:
             return "it has no value at step 0"
-        if last in missing and any(self.steps.of.get(n) == MODEL and n not in self.of for n in column.model.all_input_nodes):
+        if last in missing and any(
+            self.steps.of.get(n) == MODEL and n not in self.of for n in column.model.all_input_nodes
+        ):
             return "an operand is not the same operation at every step"
         if middle or (missing and _must_run(column.model)):
             return f"it does not run alike at step {(middle or missing)[0]}"
@@ -292,7 +292,7 @@ class _Match:
 
     def _counts(self, model: fx.Node, path: Path, a: Any, b: Any) -> bool:
         """Whether a and b are an index, into a value from outside the loop, that may count with the step."""
-        if type(a) is not int or type(b) is not int or self.steps.of.get(model.args[0]) is not None:  # type: ignore[call-overload]
+        if type(a) is not int or type(b) is not int or self.steps.of.get(model.args[0]) is not None:  # type: ignore[arg-type]
             return False
         if model.target is operator.getitem:
             return path == (0, 1) or (len(path) == 3 and path[:2] == (0, 1))

@@ -105,19 +105,19 @@ class Emitter:
 
     def merge(self, folded: Folded, like: fx.Node) -> fx.Node:
         if folded.merged is None:
-            args = (self.stack(folded, like), 0, 1)
-            folded.merged = self.add(torch.flatten, args, over_samples(folded.value, self.steps), like)
+            whole = self.stack(folded, like)
+            folded.merged = self.add(torch.flatten, (whole, 0, 1), over_samples(folded.value, self.steps), like)
         return folded.merged
 
     def stack(self, folded: Folded, like: fx.Node) -> fx.Node:
         if folded.stacked is None and folded.once is not None:
             rank = len(folded.value.shape)
             one = self.add(torch.unsqueeze, (folded.once, 0), over_steps(folded.value, 1), like)
-            args = (one, (self.steps, *(-1,) * rank))
-            folded.stacked = self.add("expand", args, over_steps(folded.value, self.steps), like)
+            size = (self.steps, *(-1,) * rank)
+            folded.stacked = self.add("expand", (one, size), over_steps(folded.value, self.steps), like)
         elif folded.stacked is None:
-            args = (folded.merged, 0, (self.steps, -1))
-            folded.stacked = self.add(torch.unflatten, args, over_steps(folded.value, self.steps), like)
+            parts = (folded.merged, 0, (self.steps, -1))
+            folded.stacked = self.add(torch.unflatten, parts, over_steps(folded.value, self.steps), like)
         return folded.stacked
 
     def add(self, target: Any, args: tuple[Any, ...], value: Any, like: fx.Node, name: str | None = None) -> fx.Node:
@@ -148,11 +148,17 @@ class Emitter:
         found = self.operand(column, path, node)
         return Folded(facts.need(node, Value), once=found) if isinstance(found, fx.Node) else found
 
-    def _to_spread(self, column: Column) -> Path | None:
-        """The operand to repeat over the steps where none varies: a draw is another one at every step."""
+    def _to_repeat(self, column: Column) -> frozenset[Path]:
+        """Operands that do not vary and are repeated over the steps: all that are joined with others that do, and the
+        first of an operation that none of them varies for (a draw, which is another one at every step)."""
         operands = list(inputs_of(column.model))
+        if kinds.kind_of(column.model) == "join":
+            return frozenset(path for path, _ in operands)
         varies = any(isinstance(self.operand(column, path, node), Folded) for path, node in operands)
-        return None if varies or not operands else operands[0][0]
+        return frozenset() if varies else frozenset(path for path, _ in operands[:1])
+
+    def _brought(self, column: Column, path: Path, node: fx.Node, repeated: frozenset[Path]) -> Folded | fx.Node:
+        return self._all_steps(column, path, node) if path in repeated else self.operand(column, path, node)
 
     # parts
 
@@ -173,12 +179,12 @@ class Emitter:
         """One call on T times the samples."""
         model = column.model
 
-        spread = self._to_spread(column)
+        repeated = self._to_repeat(column)
 
         def change(path: Path, value: Any) -> Any:
             if not isinstance(value, fx.Node):
                 return value
-            found = self._all_steps(column, path, value) if path == spread else self.operand(column, path, value)
+            found = self._brought(column, path, value, repeated)
             return self.merge(found, model) if isinstance(found, Folded) else found
 
         args, kwargs = rebuild(model, change)
@@ -192,12 +198,12 @@ class Emitter:
         """One element-wise call with the steps in front; operands with fewer dims get ones behind the steps."""
         model, value = column.model, facts.need(column.model, Value)
 
-        spread = self._to_spread(column)
+        repeated = self._to_repeat(column)
 
         def change(path: Path, item: Any) -> Any:
             if not isinstance(item, fx.Node):
                 return item
-            found = self._all_steps(column, path, item) if path == spread else self.operand(column, path, item)
+            found = self._brought(column, path, item, repeated)
             return self._aligned(found, len(value.shape), model) if isinstance(found, Folded) else found
 
         args, kwargs = rebuild(model, change)

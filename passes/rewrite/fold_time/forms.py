@@ -23,10 +23,8 @@ from snnpart.passes.analyze.kinds import argument
 Form = Literal["merged", "stacked"]
 Varies = Callable[[fx.Node], bool]
 
-_NOT_STACKED = frozenset({"prelu", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"})
+_NOT_STACKED = frozenset(["prelu", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"])
 _DRAWS = frozenset({"rand_like", "randn_like", "bernoulli"})
-_DIM_ONE_ON = {"sum", "mean", "amax", "amin", "argmax", "argmin", "any", "all", "logsumexp", "norm", "prod", "var", "std",
-               "max", "min", "softmax", "log_softmax", "cumsum", "index_select", "gather", "select", "narrow", "unbind"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,10 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def keeps_samples(before: Value, after: Value) -> bool:
     """Whether dim 0 is the same in both: same size, same growth with the batch."""
-    return bool(before.shape and after.shape) and (before.shape[0], before.slopes[0]) == (after.shape[0], after.slopes[0])
+    return bool(before.shape and after.shape) and (before.shape[0], before.slopes[0]) == (
+        after.shape[0],
+        after.slopes[0],
+    )
 
 
 def _elementwise(node: fx.Node, varies: Varies) -> Form | Declined:
@@ -201,10 +202,9 @@ def _join(node: fx.Node, varies: Varies) -> Form | Declined:
     dim = argument(node, 1, "dim", 0)
     if out is None or dim % len(out.shape) == 0:
         return Declined("it joins along dim 0")
-    for item in items:  # type: ignore[union-attr]
-        value = kinds.value_of(item)
-        if value is None or not varies(item) or not keeps_samples(value, out):
-            return Declined("an operand does not differ from step to step")
+    values = [kinds.value_of(item) for item in items]  # type: ignore[union-attr]
+    if not all(value is not None and keeps_samples(value, out) for value in values):
+        return Declined("the samples of an operand are not in dim 0")
     return "merged"
 
 

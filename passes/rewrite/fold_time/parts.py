@@ -12,7 +12,8 @@ strongly connected components of that graph, in topological order, are the parts
     layer    a neuron layer that takes all steps in one call
     loop     everything else: run step by step inside one node
 
-A component that holds nodes outside the columns (other than those of step 0) cannot be run so: its columns are given up.
+A component that holds nodes outside the columns (other than those of step 0) cannot be run so: its columns are given
+up.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class _Parts:
                 tied["leaf", model.target].append(column)
             elif model.target is ops.batch_norm and isinstance(model.args[3], fx.Node):
                 tied["norm", model.args[3].target].append(column)
-            if model.op == "call_module" or isinstance(model.target, type):
-                if facts.get(model, Value) is None:
-                    found.add_edges_from((user, column) for user in list(found.successors(column)))
+            makes_tuple = model.op == "call_module" or isinstance(model.target, type)
+            if makes_tuple and facts.get(model, Value) is None:
+                found.add_edges_from((user, column) for user in list(found.successors(column)))
         for members in tied.values():
             if members[0].model.op == "call_module" and not self.takes_all_steps(members[0].model):
                 found.add_edge(members[0], members[0])
@@ -127,7 +128,9 @@ class _Parts:
             return Part("plain", (), nodes)
         late = [node for node in nodes if not self._is_first_step(node)]
         if late:
-            raise Entangled([c.model for c in columns], f"it depends on %{late[0].name}, which does not run at every step")
+            raise Entangled(
+                [c.model for c in columns], f"it depends on %{late[0].name}, which does not run at every step"
+            )
         if len(members) > 1 or dependencies.has_edge(columns[0], columns[0]):
             is_total = len(members) == 1 and is_running_sum(columns[0], self.columns)
             return Part("total" if is_total else "loop", columns, nodes)

@@ -53,9 +53,7 @@ class _Build:
         for at, (column, keep) in enumerate(self.keep.items()):
             made = emitter.add(operator.getitem, (node, at), values.items[at], column.model, emitter.name(column))
             value = facts.need(column.model, Value)
-            emitter.folded[column] = (
-                Folded(value, stacked=made) if keep == "all" else Folded(value, last=made)
-            )
+            emitter.folded[column] = Folded(value, stacked=made) if keep == "all" else Folded(value, last=made)
 
     def _begin(self, init: Any) -> Any:
         return self.emitter.value(init) if isinstance(init, fx.Node) else init
@@ -104,7 +102,7 @@ class _Build:
             self._read_at_first(value)
 
     def _carry(self, column: Column, path: Path, value: fx.Node) -> Any:
-        """The key of a carried operand; None for another. What step 0 of the part itself makes for all is carried too."""
+        """The key of a carried operand, among them what step 0 of the part makes for all steps; None for another."""
         source = column.carried.get(path)
         if source is not None:
             return source, _begins(column, path)
@@ -256,5 +254,3 @@ def _begins(column: Column, path: Path) -> Any:
     """What tells first values apart."""
     value = _first_operand(column, path)
     return value if isinstance(value, fx.Node) else repr(value)
-
-

@@ -1,7 +1,7 @@
 """At which step of the time loop every node runs.
 
-A layer that is called T times is called at steps 0, 1, ... What follows from its results belongs to the latest step among
-its operands, and what only one step reads (`x[:, t]`, the first state) to that step.
+A layer that is called T times is called at steps 0, 1, ... What follows from its results belongs to the latest step
+among its operands, and what only one step reads (`x[:, t]`, the first state) to that step.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Steps:
 
 def find(graph: SpikeGraph) -> Steps | None:
     """The steps of the graph's time loop; None when there is no loop of two steps or more."""
-    groups = [] if _takes_all_steps(graph) else loops.find(graph).groups
-    if not any(loops.is_layer(nodes) for nodes in groups):
+    if _takes_all_steps(graph):
         return None
-    count = graph.time_steps or min(len(nodes) for nodes in groups)
-    seeds = {node: place * count // len(nodes) for nodes in groups for place, node in enumerate(nodes)}
+    loop = loops.find(graph)
+    count = loop.length
+    if count < 2 or not any(loops.is_layer(nodes) for nodes in loop.groups):
+        return None
+    seeds = {node: place * count // len(nodes) for nodes in loop.groups for place, node in enumerate(nodes)}
     of = _forward(graph, seeds)
     _backward(graph, of)
     return Steps(count, {node: of[node] for node in graph.graph.nodes if node in of})

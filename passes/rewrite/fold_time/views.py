@@ -74,10 +74,10 @@ def _place(model: fx.Node, source: fx.Node, path: Any) -> tuple[fx.Node, int, tu
         return (whole, argument(source, 1, "dim", 0), ()) if isinstance(whole, fx.Node) else None
     if path == (0, 1):
         return source, 0, ()
-    at, index = path[2], model.args[1]
-    if any(item != slice(None) for item in index[:at]) or not all(isinstance(i, (int, slice)) for i in index):  # type: ignore[index, union-attr]
+    at, index = path[2], tuple(model.args[1])  # type: ignore[arg-type]
+    if any(item != slice(None) for item in index[:at]) or not all(isinstance(i, (int, slice)) for i in index):
         return None
-    return source, at, (*index[:at], *index[at + 1 :])  # type: ignore[index]
+    return source, at, (*index[:at], *index[at + 1 :])
 
 
 def _moved(value: Value, source: int, target: int) -> Value:
@@ -129,7 +129,7 @@ def _all_steps(emitter: Emitter, node: fx.Node) -> Column | None:
         return None
     items = node.args[0]
     last = items[-1] if items else None
-    if len(items) != emitter.steps or last not in emitter.columns.of:
+    if not isinstance(last, fx.Node) or len(items) != emitter.steps or last not in emitter.columns.of:
         return None
     column, _ = emitter.columns.of[last]
     if any(column.at(step) is not item for step, item in enumerate(items)):

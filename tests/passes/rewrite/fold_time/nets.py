@@ -70,7 +70,9 @@ class RandomLoop(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(w, WIDTH) for w in [WIDTH, *wide[:-1]])
         self.norms = nn.ModuleList(norms[layer.norm]() for layer in shape.layers)
         self.neurons = nn.ModuleList(Lif(layer.reset) for layer in shape.layers)
-        self.backs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if layer.feedback else nn.Identity() for layer in shape.layers)
+        self.backs = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH) if layer.feedback else nn.Identity() for layer in shape.layers
+        )
         self.head = nn.Linear(wide[-1], 3)
 
     def forward(self, x: Tensor) -> Any:
@@ -78,7 +80,9 @@ class RandomLoop(nn.Module):
         n = x.shape[1] if shape.source in ("time-first", "unbind") else x.shape[0]
         zero = {"none": None, "zero": 0.0, "zeros": x.new_zeros(n, WIDTH)}
         state: list[Any] = [zero[layer.begin] for layer in shape.layers]
-        last: list[Any] = [x.new_zeros(n, WIDTH) if layer.feedback or layer.skip == "late" else None for layer in shape.layers]
+        last: list[Any] = [
+            x.new_zeros(n, WIDTH) if layer.feedback or layer.skip == "late" else None for layer in shape.layers
+        ]
         out: list[Tensor] = []
         membranes: list[Tensor] = []
         total: Any = 0.0
@@ -219,7 +223,14 @@ class NorseLoop(nn.Module):
         import norse.torch as norse
 
         fast = norse.LIFParameters(tau_mem_inv=torch.tensor(500.0), tau_syn_inv=torch.tensor(300.0))
-        parts = [nn.Conv2d(1, 4, 3), norse.LIFCell(fast), nn.Flatten(), nn.Linear(64, 5), norse.LIFCell(fast), norse.LICell()]
+        parts = [
+            nn.Conv2d(1, 4, 3),
+            norse.LIFCell(fast),
+            nn.Flatten(),
+            nn.Linear(64, 5),
+            norse.LIFCell(fast),
+            norse.LICell(),
+        ]
         self.steps, self.net = steps, norse.SequentialState(*parts)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from snnpart import text
 from snnpart.gate.compare import compare
-from snnpart.gate.observe import Observed, _finish, arguments, copies, observe_graph, observe_module, same_random_numbers
+from snnpart.gate.observe import (
+    Observed,
+    _finish,
+    arguments,
+    copies,
+    observe_graph,
+    observe_module,
+    same_random_numbers,
+)
 from snnpart.graph import SpikeGraph
 from snnpart.pass_manager import PassManager
 from snnpart.passes.rewrite.canonicalize import Canonicalize

@@ -71,7 +71,9 @@ CASES = {
     "snntorch_synaptic": Case(
         lambda t: nets.SnnTorchLoop("Synaptic", t, alpha=0.9, beta=0.8, learn_alpha=True), lambda t: (3, 6), "snntorch"
     ),
-    "snntorch_alpha": Case(lambda t: nets.SnnTorchLoop("Alpha", t, alpha=0.9, beta=0.7), lambda t: (3, 6), "snntorch", scale=5.0),
+    "snntorch_alpha": Case(
+        lambda t: nets.SnnTorchLoop("Alpha", t, alpha=0.9, beta=0.7), lambda t: (3, 6), "snntorch", scale=5.0
+    ),
     "snntorch_rleaky": Case(nets.RLeakyLoop, lambda t: (3, t, 6), "snntorch", _frames, recurrent=True),
     "norse_sequential": Case(nets.NorseLoop, lambda t: (2, 1, 6, 6), "norse", scale=4.0),
     "norse_lsnn": Case(
@@ -87,6 +89,7 @@ CASES = {
     ),
 }  # fmt: skip
 NAMES = [name for name, case in CASES.items() if importlib.util.find_spec(case.needs)]
+
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 25])
 @pytest.mark.parametrize("name", NAMES)
