@@ -148,6 +148,11 @@ class Pipeline:
     def _weighted_loss(self, outputs: Sequence[Tensor], part: Part) -> Tensor:
         assert self.loss is not None
         loss = _one_number(self.loss(outputs, part))
+        if not loss.requires_grad and any(x.requires_grad for x in outputs):
+            raise ConfigError(
+                "the loss has no gradient, though the outputs have one",
+                fix="do not detach the outputs in loss_fn, or turn them into numbers",
+            )
         loss = _nothing(outputs) if part.weight == 0 else loss.reshape(()) * part.weight
         self.total = self.total + loss.detach()
         return loss

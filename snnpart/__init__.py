@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snnpart.api import ParallelProgram, parallelize
-    from snnpart.artifact import load
+    from snnpart.api import ParallelProgram, SavedProgram, load, parallelize
     from snnpart.costs import MachineProfile
     from snnpart.errors import SnnpartError
     from snnpart.plan import Plan
@@ -24,9 +23,10 @@ _HOMES = {
     "Report": "report",
     "MachineProfile": "costs",
     "SnnpartError": "errors",
-    "load": "artifact",
+    "load": "api",
+    "SavedProgram": "api",
 }
-__all__ = ["MachineProfile", "ParallelProgram", "Plan", "Report", "SnnpartError", "load", "parallelize"]
+__all__ = ["MachineProfile", "ParallelProgram", "Plan", "Report", "SavedProgram", "SnnpartError", "load", "parallelize"]
 
 if not TYPE_CHECKING:
 

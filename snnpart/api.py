@@ -336,3 +336,40 @@ class LazyProgram:
                 fix="give example_inputs= to parallelize to have it at once",
             )
         return getattr(self._running, name)
+
+
+class SavedProgram:
+    """A program read from a directory by `load`: what `ParallelProgram` is, without the model to compile again."""
+
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self.compiled = compiled
+
+    @property
+    def plan(self) -> Plan:
+        return self.compiled.plan
+
+    def report(self) -> Report:
+        """What was decided, and what it costs."""
+        from snnpart.report import build
+
+        return build(self.compiled)
+
+    def launch(self, optimizer: Callable[..., Any] | None = None, **options: Any) -> RunningProgram:
+        """Start the program on the ranks torchrun started; see `runtime.launch.launch` for the options."""
+        from snnpart.runtime.launch import launch
+
+        return launch(self.compiled, optimizer=optimizer, **options)
+
+
+def load(directory: str | os.PathLike[str], *, modules: Collection[str] | None = None) -> SavedProgram:
+    """The program that `ParallelProgram.save` wrote.
+
+    Args:
+        modules: packages whose neuron classes may be imported; default: those the program lists.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or of another version, or a class cannot be imported.
+    """
+    from snnpart.artifact import load as read
+
+    return SavedProgram(read(directory, modules=modules))

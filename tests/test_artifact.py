@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from snnpart import artifact
-from snnpart.api import parallelize
+from snnpart.api import load, parallelize
 from snnpart.errors import CheckpointError
 from snnpart.fingerprint import fingerprint
 from snnpart.program import CompiledProgram
@@ -148,3 +149,21 @@ def test_saving_replaces_programs_only(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists and is not a saved program"):
         artifact.save(compiled_norms(), tmp_path / "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "program"]
+
+
+def test_a_program_read_back_through_the_public_door_reports_and_trains(tmp_path: Path) -> None:
+    model, inputs = ZOO["unet"].build()
+    program = parallelize(model, example_inputs=inputs)
+    program.save(tmp_path / "p")
+    read = load(tmp_path / "p")
+    assert read.plan == program.plan
+    assert "UNet" in read.report().text()
+    losses = []
+    for one in (program, read):
+        with one.launch(lambda params: torch.optim.SGD(params, lr=0.1)) as running:
+            losses.append([running.train_step(inputs, torch.zeros(len(inputs[0])), _square) for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
+def _square(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean()
