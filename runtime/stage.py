@@ -146,7 +146,7 @@ class Stage:
         tail = (size,) if bound.takes_batch else ()
         self._reset(bound.program.leaves)
         for path, info in bound.program.leaves.items():
-            frameworks.set_batch(self.leaves[path], info.module, size, bound.batch)
+            frameworks.fit(self.leaves[path], info.module, size, bound.batch)
         try:
             if self.between is not None:
                 self.between.begin(number, bound.program.leaves)

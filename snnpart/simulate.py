@@ -40,7 +40,7 @@ class _Rank:
 
     def set_batch(self, size: int, example: int) -> None:
         for path, info in self.program.leaves.items():
-            frameworks.set_batch(self.body.get_submodule(path), info.module, size, example)
+            frameworks.fit(self.body.get_submodule(path), info.module, size, example)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from snnpart import simulate
 from snnpart.api import parallelize
+from snnpart.frameworks import reset_state
 from tests.calibrate import fire
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("spikingjelly") is None, reason="needs SpikingJelly")
@@ -89,3 +90,17 @@ def test_step_modes_differ_in_training_only_by_their_statistics() -> None:
         before = int(model.state_dict()["1.num_batches_tracked"])
         run = ran(model, x, True, input_layout="TNCHW", **options)
         assert int(run.buffers()["1.num_batches_tracked"]) == before + updates
+
+
+def test_windows_in_other_step_modes_share_the_layers() -> None:
+    """With T = 3 the neurons are called once over all steps, with T = 1 step by step: one copy of each serves both."""
+    single, _, x = pair(norm=False, training=True, static=False)
+    program = parallelize(single, example_inputs=x[:3], input_layout="TNCHW", time_steps=3)
+    with program.launch() as running:  # type: ignore[union-attr]
+        for steps in (3, 1, 3):
+            with torch.no_grad():
+                reset_state(single)
+                single.eval()
+                want = torch.stack([single(frame) for frame in x[:steps]])
+                reset_state(single)
+            torch.testing.assert_close(running.eval_step(x[:steps]), want, rtol=0, atol=1e-9)

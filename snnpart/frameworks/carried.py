@@ -1,6 +1,6 @@
 """State of a leaf as data: taken from the module after a window and given back before the next.
 
-What a leaf holds is what its adapter calls transient: memories, state buffers, and the plain attributes beside them.
+What a leaf holds is what its adapter calls state: memories, state buffers, and the plain attributes beside them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ State = dict[tuple[str, str], Any]
 
 def holds_state(leaf: nn.Module) -> bool:
     """Whether the leaf, or a module in it, keeps state on itself."""
-    return any(adapter_for(module).transient_names(module) for module in leaf.modules())
+    return any(adapter_for(module).state_names(module) for module in leaf.modules())
 
 
 def take_state(leaf: nn.Module) -> State:
@@ -28,7 +28,7 @@ def take_state(leaf: nn.Module) -> State:
     return {
         (path, name): _detached(_held(module)[name])
         for path, module in leaf.named_modules()
-        for name in adapter_for(module).transient_names(module)
+        for name in adapter_for(module).state_names(module)
         if name in _held(module)
     }
 

@@ -52,11 +52,17 @@ def is_leaf(module: nn.Module) -> bool:
     return adapter_for(module).is_leaf(module)
 
 
-def set_batch(leaf: nn.Module, original: nn.Module, size: int, example: int) -> None:
-    """Tell every layer of a leaf's copy that `size` samples come where `original` was traced with `example`."""
+def fit(leaf: nn.Module, original: nn.Module, size: int, example: int) -> None:
+    """Make a leaf's copy ready for a call that was traced with `original`: its step mode and its batch size.
+
+    Graphs of one network for several numbers of steps share the copy, and may have the layer in different step modes.
+    `size` samples come where `original` was traced with `example`.
+    """
     copies = dict(leaf.named_modules())  # a copy may hold more modules: those its unregistered tensors hang on
     for path, source in original.named_modules():
-        adapter_for(source).set_batch(copies[path], source, size, example)
+        adapter = adapter_for(source)
+        adapter.for_layout(copies[path], multi_step=adapter.time_dim(source) is not None)
+        adapter.set_batch(copies[path], source, size, example)
 
 
 def packages() -> tuple[str, ...]:
