@@ -11,6 +11,7 @@ that waits never stands before a send.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,12 +20,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from snnpart.bits import States, width
 from snnpart.plan import Plan
 from snnpart.program import Action
 from snnpart.runtime.collectives import Axis
+from snnpart.runtime.kernels.bits import pack, unpack
 from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks
 
-Spec = tuple[str, tuple[int, ...], torch.dtype]
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A value of a message: its name, shape and dtype, and its states if it travels as bits (see `snnpart.bits`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    states: States | None = None
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Where what travels is received."""
+        if self.states is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        planes = width(self.states[1]), -(-math.prod(self.shape) // 8)
+        return torch.empty(planes, dtype=torch.uint8, device=device)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """What travels for x."""
+        return x if self.states is None else pack(x.detach(), self.states)
+
+    def decode(self, wire: Tensor) -> Tensor:
+        """x from what travelled."""
+        if self.states is None:
+            return wire
+        return unpack(wire, math.prod(self.shape), self.states, self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +103,7 @@ class Inbox:
         """`messages`: every message to come and the values it holds."""
         self._group, self._source, self._device = axis.group, axis.ranks[index], device
         self._coming = iter(messages)
-        self._posted: list[tuple[Message, list[tuple[Any, Tensor]]]] = []
+        self._posted: list[tuple[Message, list[tuple[Any, Tensor, Spec]]]] = []
         self._early: dict[Message, list[Tensor]] = {}
 
     def take(self, message: Message) -> list[Tensor]:
@@ -84,10 +112,10 @@ class Inbox:
             while len(self._posted) < 2 and self._post():
                 pass
             found, works = self._posted.pop(0)
-            for work, _ in works:
+            for work, _, _ in works:
                 if work is not None:
                     work.wait()
-            self._early[found] = [tensor for _, tensor in works]
+            self._early[found] = [spec.decode(wire) for _, wire, spec in works]
         return self._early.pop(message)
 
     def _post(self) -> bool:
@@ -95,9 +123,9 @@ class Inbox:
         if coming is None:
             return False
         message, specs = coming
-        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype in specs]
-        works = [dist.irecv(t, self._source, group=self._group) if t.numel() else None for t in tensors]
-        self._posted.append((message, list(zip(works, tensors, strict=True))))
+        wires = [spec.empty(self._device) for spec in specs]
+        works = [dist.irecv(wire, self._source, group=self._group) if wire.numel() else None for wire in wires]
+        self._posted.append((message, list(zip(works, wires, specs, strict=True))))
         return True
 
 
@@ -129,15 +157,15 @@ class Channels:
     def _axis(self, source: int, target: int) -> Axis:
         return self._ranks.axes[FORWARD if source < target else BACKWARD]
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting."""
+    def send(self, message: Message, tensors: Sequence[Tensor], specs: Sequence[Spec]) -> None:
+        """Send without waiting; `specs` are the receiver's."""
         target = self._plan.rank_of(message.stage)
         if target == self._at:
             self._here[message] = [x.detach() for x in tensors]
         else:
             if target not in self._out:
                 self._out[target] = Outbox(self._axis(self._at, target), target)
-            self._out[target].send(tensors)
+            self._out[target].send([spec.encode(x) for spec, x in zip(specs, tensors, strict=True)])
 
     def take(self, message: Message) -> list[Tensor]:
         """The values of a message into this rank."""

@@ -46,9 +46,13 @@ class Part:
         return replace(self, weight=weight)
 
     def specs(self, stage: int, ports: Sequence[Port]) -> list[Spec]:
-        """Name, shape and dtype of the ports' values for this microbatch."""
+        """What the ports' values are for this microbatch, on their way forward."""
         grown = self.size - self.bound[stage].batch
-        return [(p.name, p.value.shape_at(grown), p.value.dtype) for p in ports]
+        return [Spec(p.name, p.value.shape_at(grown), p.value.dtype, p.states) for p in ports]
+
+    def specs_back(self, stage: int, ports: Sequence[Port]) -> list[Spec]:
+        """What the gradients are that come back for the ports."""
+        return [replace(spec, states=None) for spec in self.specs(stage, _with_gradient(ports))]
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Pipeline:
     """This rank's side of the pipeline for one pass over its microbatches.
 
     `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only. `merged` takes
-    its place where the loss is of all microbatches together.
+    its place where the loss is of all microbatches together. `check` looks whether what travels as bits may do so.
     """
 
     ranks: Ranks
@@ -75,6 +79,7 @@ class Pipeline:
     parts: Sequence[Part]
     loss: Callable[[Sequence[Tensor], Part], Tensor] | None = None
     merged: Merged | None = None
+    check: bool = False
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     total: float | Tensor = 0.0
     _of_merged: list[list[Tensor | None]] | None = None
@@ -113,8 +118,9 @@ class Pipeline:
         """What a message into this rank holds."""
         part = self.parts[message.microbatch]
         program = part.bound[message.stage].program
-        ports = program.receives if message.kind == "F" else _with_gradient(program.sends)
-        return part.specs(message.stage, ports)
+        if message.kind == "F":
+            return part.specs(message.stage, program.receives)
+        return part.specs_back(message.stage, program.sends)
 
     def _forward(self, action: Action) -> None:
         part = self.parts[action.microbatch]
@@ -125,8 +131,9 @@ class Pipeline:
         message = message_of(action, self.plan.stage_count - 1)
         if message is not None:
             with self._at("sending activations", action):
-                _check_sent(outputs, part, action.stage)
-                self._channels.send(message, outputs)
+                specs = part.specs(action.stage, bound.program.sends)
+                _check_sent(outputs, bound.program.sends, specs, self.check)
+                self._channels.send(message, outputs, specs)
         elif self.loss is None or self.merged is not None:
             self.outputs[action.microbatch] = tuple(outputs)
         else:
@@ -189,14 +196,15 @@ class Pipeline:
         """The gradients of what the stage received, zero where nothing reached."""
         message = message_of(action, self.plan.stage_count - 1)
         if message is not None:
-            ports = self.parts[action.microbatch].bound[action.stage].program.receives
+            part = self.parts[action.microbatch]
+            ports = part.bound[action.stage].program.receives
             back = [
                 x.grad if x.grad is not None else torch.zeros_like(x)
                 for port, x in zip(ports, flight.received, strict=True)
                 if _carries_gradient(port)
             ]
             with self._at("sending gradients", action):
-                self._channels.send(message, back)
+                self._channels.send(message, back, part.specs_back(action.stage, ports))
 
     def _roots(self, action: Action, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where backward starts, and with which gradients: the loss, or the sent values with what comes back."""
@@ -248,17 +256,24 @@ def _with_gradient(ports: Sequence[Port]) -> list[Port]:
     return [port for port in ports if _carries_gradient(port)]
 
 
-def _check_sent(outputs: Sequence[Tensor], part: Part, stage: int) -> None:
+def _check_sent(outputs: Sequence[Tensor], ports: Sequence[Port], specs: Sequence[Spec], domains: bool) -> None:
     """The next stage receives what its ports say; anything else would be read as other numbers, or wait for ever."""
-    ports = part.bound[stage].program.sends
-    for port, (name, shape, dtype), x in zip(ports, part.specs(stage, ports), outputs, strict=True):
-        if tuple(x.shape) != shape or x.dtype is not dtype:
+    for port, spec, x in zip(ports, specs, outputs, strict=True):
+        if tuple(x.shape) != spec.shape or x.dtype is not spec.dtype:
             raise LaunchError(
-                f"%{name} has shape {tuple(x.shape)} and {x.dtype}, the next stage expects {shape} and {dtype}",
+                f"%{spec.name} has shape {tuple(x.shape)} and {x.dtype}, the next stage expects {spec.shape} and "
+                f"{spec.dtype}",
                 fix="compile for this input: give the batch dims (in_dims, input_layout) of every input",
             )
         if x.requires_grad and not _carries_gradient(port):
-            raise LaunchError(f"%{name} carries a gradient, but the program has no message for it")
+            raise LaunchError(f"%{spec.name} carries a gradient, but the program has no message for it")
+        if domains and spec.states is not None and not torch.equal(spec.decode(spec.encode(x)), x):
+            low, count = spec.states
+            raise LaunchError(
+                f"%{spec.name} travels as bits because it holds whole numbers {low} to {low + count - 1} only, but it "
+                f"holds others, up to {float(x.detach().abs().max()):.6g}",
+                fix="report it with the model: the analysis of domains is wrong",
+            )
 
 
 def _one_number(loss: Any) -> Tensor:

@@ -209,12 +209,18 @@ def _read_stage(folder: Path, data: Mapping[str, Any], source: SpikeGraph, modul
 
 
 def _port_data(port: Port) -> dict[str, Any]:
-    return {"name": port.name, **asdict(port.value), "dtype": str(port.value.dtype).removeprefix("torch.")}
+    return {
+        "name": port.name,
+        "states": port.states,
+        **asdict(port.value),
+        "dtype": str(port.value.dtype).removeprefix("torch."),
+    }
 
 
 def _read_port(data: Mapping[str, Any]) -> Port:
     shape, slopes, stride = (tuple(data[key]) for key in ("shape", "slopes", "stride"))
-    return Port(data["name"], Value(shape, _dtype(data["dtype"]), slopes, stride, data["requires_grad"]))
+    value = Value(shape, _dtype(data["dtype"]), slopes, stride, data["requires_grad"])
+    return Port(data["name"], value, tuple(data["states"]) if data["states"] else None)
 
 
 def _read_slice(data: Mapping[str, Any]) -> TensorSlice:

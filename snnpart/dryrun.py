@@ -23,6 +23,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from snnpart import facts, ops
+from snnpart.bits import States
 from snnpart.errors import PlanError, SnnpartError, VerifyError
 from snnpart.facts import Value, Values
 from snnpart.frameworks import adapter_for
@@ -137,8 +138,8 @@ def _padded(a: list[str], b: list[str]) -> Iterable[tuple[str, str]]:
     return zip(a + [""] * (size - len(a)), b + [""] * (size - len(b)))
 
 
-def _form(port: Port) -> tuple[tuple[int, ...], torch.dtype]:
-    return port.value.shape, port.value.dtype
+def _form(port: Port) -> tuple[tuple[int, ...], torch.dtype, States | None]:
+    return port.value.shape, port.value.dtype, port.states
 
 
 def _check_collectives(compiled: CompiledProgram) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
+from snnpart.bits import States, packed_bytes
 from snnpart.facts import Pieces, Value
 from snnpart.graph import LeafInfo, SpikeGraph
 from snnpart.plan import Plan
@@ -53,10 +54,19 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A value that crosses a stage boundary, with its local shape on this tp rank."""
+    """A value that crosses a stage boundary, with its local shape on this tp rank.
+
+    `states`: it travels forward as bits (see `bits`); its gradient comes back in the compute dtype.
+    """
 
     name: str
     value: Value
+    states: States | None = None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that go forward, at the example batch."""
+        return self.value.bytes if self.states is None else packed_bytes(self.value.numel, self.states[1])
 
 
 @dataclass(frozen=True, slots=True)

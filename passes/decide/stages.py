@@ -25,9 +25,10 @@ import numpy as np
 from torch import fx
 
 from snnpart import facts
+from snnpart.bits import packed_bytes, states_of
 from snnpart.costs import MachineProfile
 from snnpart.errors import PlanError
-from snnpart.facts import Cost, Placement, Replicated, Stage, Value
+from snnpart.facts import Cost, Domain, Placement, Replicated, Stage, Value
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.parts import NOWHERE, Part, Parts, find_parts
 from snnpart.plan import Plan
@@ -301,13 +302,19 @@ def _crossing(at: Mapping[fx.Node, int], count: int, options: DecideStages) -> n
             (at.get(user, count - 1 if user.op == "output" else position) for user in node.users), default=position
         )
         if value is not None and last > position and node.op != "get_attr":
-            sizes = np.array([value.bytes, value.bytes if value.requires_grad else 0]) / (
+            sizes = np.array([_wire_bytes(node, value), value.bytes if value.requires_grad else 0]) / (
                 options.tp if _is_split(node) else 1
             )
             change[position + 1] += sizes
             change[last + 1] -= sizes
     alive = np.cumsum(change, axis=0)[:count]
     return np.array([_send(options.profile, forward) + _send(options.profile, back) for forward, back in alive])
+
+
+def _wire_bytes(node: fx.Node, value: Value) -> int:
+    """Bytes that cross a boundary forward: bits where the value has few states."""
+    states = states_of(facts.get(node, Domain), value.dtype)
+    return value.bytes if states is None else packed_bytes(value.numel, states[1])
 
 
 def _send(profile: MachineProfile, size: float) -> float:

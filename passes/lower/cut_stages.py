@@ -16,8 +16,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from snnpart import facts
+from snnpart.bits import states_of
 from snnpart.errors import PlanError
-from snnpart.facts import Stage, Value
+from snnpart.facts import Domain, Stage, Value
 from snnpart.graph import BATCH_SIZE, TRAINING, output_node
 from snnpart.ops_time import leaf_paths
 from snnpart.passes.decide.parts import everywhere, is_bundle
@@ -138,7 +139,13 @@ def _build(
 
 
 def _ports(nodes: Iterable[fx.Node]) -> tuple[Port, ...]:
-    return tuple(Port(node.name, facts.need(node, Value)) for node in nodes)
+    return tuple(_port(node) for node in nodes)
+
+
+def _port(node: fx.Node) -> Port:
+    """What few states a value has, and so whether it travels as bits, its domain says."""
+    value = facts.need(node, Value)
+    return Port(node.name, value, states_of(facts.get(node, Domain), value.dtype))
 
 
 def _needed(

@@ -15,6 +15,7 @@ import torch
 
 import snnpart
 from snnpart import facts, timeline
+from snnpart.bits import width
 from snnpart.explain import Why
 from snnpart.facts import Checkpoint, Cost
 from snnpart.program import CompiledProgram
@@ -119,13 +120,20 @@ def _boundaries(compiled: CompiledProgram) -> tuple[data.BoundaryRow, ...]:
 
 
 def _boundary(compiled: CompiledProgram, stage: int) -> data.BoundaryRow:
-    ports = [(port.name, port.value) for port in compiled.stage(stage, 0).sends]
     values = tuple(
-        data.SentValue(name, value.shape, nodes.dtype_name(value.dtype), value.bytes, value.requires_grad)
-        for name, value in ports
+        data.SentValue(
+            port.name,
+            port.value.shape,
+            nodes.dtype_name(port.value.dtype),
+            port.value.bytes,
+            None if port.states is None else width(port.states[1]),
+            port.wire_bytes,
+            port.value.requires_grad,
+        )
+        for port in compiled.stage(stage, 0).sends
     )
     back = sum(value.bytes for value in values if value.gradient)
-    return data.BoundaryRow(stage, stage + 1, values, sum(value.bytes for value in values), back)
+    return data.BoundaryRow(stage, stage + 1, values, sum(value.wire_bytes for value in values), back)
 
 
 def _checkpoints(compiled: CompiledProgram) -> tuple[data.CheckpointRow, ...]:

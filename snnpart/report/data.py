@@ -102,12 +102,15 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class SentValue:
-    """A value that crosses a stage boundary, as one tp rank sends it."""
+    """A value that crosses a stage boundary, as one tp rank sends it: `bytes` in memory, `wire_bytes` as it travels, in
+    `bits` an element where it has few states. A gradient comes back as `bytes`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    bits: int | None
+    wire_bytes: int
     gradient: bool
 
 

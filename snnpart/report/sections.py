@@ -126,7 +126,7 @@ def _boundaries(report: Report) -> list[Section]:
     rows = [
         (
             f"{b.source} -> {b.target}",
-            ", ".join(f"{v.name} {v.dtype}{list(v.shape)}" for v in b.values),
+            ", ".join(f"{v.name} {v.dtype}{list(v.shape)}" + (f" as {v.bits} bit" if v.bits else "") for v in b.values),
             size(b.forward_bytes),
             size(b.backward_bytes),
         )

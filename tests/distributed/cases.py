@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from spikingjelly.activation_based.neuron import LIFNode
 from torch import Tensor, nn
 
 
@@ -62,7 +63,7 @@ class LIF(nn.Module):
 
 def reset(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, LIF):
+        if isinstance(module, LIF | LIFNode):
             module.reset()
 
 
@@ -266,6 +267,16 @@ CASES: dict[str, Case] = {
     "wide": Case(
         lambda: fill(
             nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), LIF(vth=0.1)) for _ in range(4)], nn.Linear(4, 3)),
+            scale=0.9,
+        ),
+        lambda: [(det(10, 4) * 2, torch.arange(10) % 3)],
+        loss=F.cross_entropy,
+    ),
+    "leaves": Case(
+        lambda: fill(
+            nn.Sequential(
+                *[nn.Sequential(nn.Linear(4, 4), LIFNode(v_threshold=0.1)) for _ in range(4)], nn.Linear(4, 3)
+            ),
             scale=0.9,
         ),
         lambda: [(det(10, 4) * 2, torch.arange(10) % 3)],

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from snnpart import schedules
-from tests.distributed.pool import Pool
+from snnpart.errors import LaunchError
+from tests.distributed.cases import CASES
+from tests.distributed.compiled import compile_case
+from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.test_cases import check, name_of
 
 SPLIT = ("interleaved-zb", "zbv")
@@ -29,3 +32,24 @@ def test_skips_and_uneven_microbatches_on_two_ranks(pool: Pool, schedule: str, m
 )
 def test_batch_norm_and_two_updates(pool: Pool, schedule: str, ranks: int, how: dict[str, Any]) -> None:
     check(pool, "norms", ranks, {**how, "schedule": schedule, "microbatches": 2}, learn=True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_spikes_cross_as_bits(pool: Pool, schedule: str) -> None:
+    """Cut behind neurons: every boundary carries spikes, packed forward, gradients back in float64."""
+    stages = 4 if schedule == "zbv" else 2
+    split_at = {"gpipe": ["1"], "1f1b": ["2"], "zbv": ["1", "2", "3"]}[schedule]
+    how = {"pp": 2, "schedule": schedule, "split_at": split_at, "microbatches": 3}
+    program = compile_case(CASES["leaves"], **how)
+    for stage in range(stages - 1):
+        (port,) = program.stage(stage, 0).sends
+        assert port.states == (0, 2) and port.value.requires_grad
+        assert port.wire_bytes == 5  # 10 samples of 4 channels
+    check(pool, "leaves", 2, how, learn=True)
+
+
+def test_a_value_outside_its_domain_is_an_error(pool: Pool) -> None:
+    """Taken for spikes, it would travel as other numbers."""
+    with pytest.raises(JobFailed, match="travels as bits because it holds whole numbers 0 to 1 only") as failed:
+        pool.run("tests.distributed.jobs_pipeline:claim_spikes", ranks=2)
+    assert isinstance(failed.value.errors[0], LaunchError)
