@@ -8,7 +8,7 @@ from snnpart.frameworks.adapter import Adapter
 from snnpart.frameworks.clone import clone_leaf
 from snnpart.frameworks.decode import decode_leaf, leaf_packages
 from snnpart.frameworks.encode import encode_leaf
-from snnpart.frameworks.registry import adapter_for, fit, is_leaf, packages
+from snnpart.frameworks.registry import adapter_for, fit, is_leaf, packages, tell_batch
 from snnpart.frameworks.state import preserved, reset_state
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "preserved",
     "reset_state",
     "fit",
+    "tell_batch",
 ]

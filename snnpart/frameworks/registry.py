@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from functools import cache
 
 from torch import nn
 
+from snnpart.errors import ConfigError
 from snnpart.frameworks.adapter import Adapter
 from snnpart.frameworks.torch_opaque import TorchAdapter
 
@@ -63,6 +65,16 @@ def fit(leaf: nn.Module, original: nn.Module, size: int, example: int) -> None:
         adapter = adapter_for(source)
         adapter.for_layout(copies[path], multi_step=adapter.time_dim(source) is not None)
         adapter.set_batch(copies[path], source, size, example)
+
+
+def tell_batch(model: nn.Module, size: int, example: int) -> None:
+    """Tell every layer of `model` that has a batch size written in that `size` samples come instead of `example`.
+
+    One whose size would be no whole number keeps what it has: the batch dim counts something else than samples.
+    """
+    for module in model.modules():
+        with suppress(ConfigError):
+            adapter_for(module).set_batch(module, module, size, example)
 
 
 def packages() -> tuple[str, ...]:

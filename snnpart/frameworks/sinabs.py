@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from sinabs.activation import MultiSpike, SingleSpike
-from sinabs.layers import StatefulLayer
+from sinabs.layers import StatefulLayer, UnflattenTime
 from torch import Tensor, nn
 
 from snnpart.errors import ConfigError
@@ -80,16 +80,18 @@ class SinabsAdapter(Adapter):
     def set_batch(self, module: nn.Module, original: nn.Module, size: int, example: int) -> None:
         """The written size shrinks as the batch does: it is not `size` where the rows [N*T] are what is counted."""
         layer: Any = module
-        written: Any = getattr(original, "batch_size", -1) if _squeezed(original) else -1
+        counts = _squeezed(original) or isinstance(original, UnflattenTime)
+        written: Any = getattr(original, "batch_size", -1) if counts else -1
         if written <= 0:
             return
-        layer.batch_size, rest = divmod(written * size, example)
+        samples, rest = divmod(written * size, example)
         if rest:
             raise ConfigError(
                 f"{size} rows are no whole number of samples: {example} rows were {written} samples",
                 where=type(module).__name__,
                 fix="give batches, and microbatches, of whole samples",
             )
+        layer.batch_size = samples
 
 
 def _ours(module: nn.Module) -> bool:
