@@ -19,7 +19,8 @@ from snnpart.runtime.carry import Carrier
 from snnpart.runtime.fingerprint import agree_on_values, check_fingerprints
 from snnpart.runtime.losses import reduction_of
 from snnpart.runtime.ranks import join
-from snnpart.runtime.running import RunningProgram, Settings
+from snnpart.runtime.running import RunningProgram
+from snnpart.runtime.settings import Settings
 from snnpart.runtime.signatures import Specialise
 from snnpart.windows import Cut
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from snnpart import ops, schedules
 from snnpart.errors import ConfigError, LaunchError
@@ -31,36 +30,23 @@ from snnpart.graph import SpikeGraph
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.runtime import microbatch
-from snnpart.runtime.carry import Carrier, Carry, agreed_windows
+from snnpart.runtime.batches import Batches, on_device
+from snnpart.runtime.carry import Carry, agreed_windows
 from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers, data_parallel
 from snnpart.runtime.gradients import PartialGradients, clip
-from snnpart.runtime.losses import MEAN, LossCheck, Merged, Reduction
+from snnpart.runtime.losses import MEAN, LossCheck, Merged
 from snnpart.runtime.outputs import share
 from snnpart.runtime.pipeline import Part, Pipeline
 from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.settings import Settings
 from snnpart.runtime.signatures import Signatures, Specialise
-from snnpart.runtime.stage import BoundStage, Stage
+from snnpart.runtime.stage import Stage
 from snnpart.runtime.state import FullState
-from snnpart.windows import Cut, joined
+from snnpart.windows import joined
 
 LossFn = Callable[..., Tensor]
 _log = logging.getLogger("snnpart")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a program runs; see `launch.launch`."""
-
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    clip_grad_norm: float | None = None
-    target_dim: int = 0
-    reduction: Reduction = MEAN
-    check_loss: bool = True
-    check_inputs: bool = True
-    carry: bool = False
-    cut: Cut | None = None
-    carrier: Carrier | None = None
 
 
 class RunningProgram:
@@ -87,6 +73,7 @@ class RunningProgram:
         self._carry: Carry | None = None
         if settings.carry or settings.cut is not None:
             self._stage.between = self._carry = Carry(self._stage, compiled, settings.carrier)
+        self._batches = Batches(compiled, ranks, self._signatures, self._carry, settings)
         self._closed = False
         self._steps = 0
         self.training = True
@@ -125,7 +112,8 @@ class RunningProgram:
         total = torch.zeros((), dtype=torch.float64)
         for at, (window, share_of_time) in enumerate(agreed_windows(self._settings.cut, inputs, self.ranks)):
             mask = None if at else reset_mask
-            parts, _ = self._cut(window, targets, self.training, mask, self._settings.reduction)
+            self._check_open()
+            parts, _ = self._batches.cut(window, targets, self.training, mask, self._settings.reduction)
             if self.optimizer is not None and at == 0:
                 self.optimizer.zero_grad()
             timed = [part.weighing(part.weight * share_of_time) for part in parts]
@@ -236,7 +224,8 @@ class RunningProgram:
 
     def _evaluate(self, inputs: Any, reset_mask: Tensor | None) -> tuple[Any, float]:
         """Outputs in the user's structure, and this dp rank's share of all samples."""
-        parts, share_of_all = self._cut(inputs, None, False, reset_mask)
+        self._check_open()
+        parts, share_of_all = self._batches.cut(inputs, None, False, reset_mask)
         self._start(training=False)
         pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts)
         with torch.no_grad(), ops.use_collectives(self._collectives):
@@ -252,69 +241,9 @@ class RunningProgram:
             outputs = outputs[0]
         return outputs, share_of_all
 
-    def _cut(
-        self,
-        inputs: Any,
-        targets: Any,
-        training: bool,
-        reset_mask: Tensor | None = None,
-        reduction: Reduction = MEAN,
-    ) -> tuple[list[Part], float]:
-        """This rank's microbatches, agreed with the others, and this dp rank's share of all samples."""
+    def _check_open(self) -> None:
         if self._closed:
             raise LaunchError("the program was closed", fix="launch it again")
-        problem: Exception | None = None
-        parts: list[Part] = []
-        weights: list[float] = []
-        try:
-            parts = self._parts(inputs, targets, training, reset_mask)
-            weights = [reduction.weight(part.size, part.targets) for part in parts]
-        except Exception as error:  # the user's own too: what stops one rank must stop all before they communicate
-            problem = error
-        size, dp = sum(part.size for part in parts), self.ranks.mesh.dp
-        mine = [float(size * (copy == self.ranks.at.dp)) for copy in range(dp)]
-        weighs = sum(weights) if self.ranks.at.pp == 0 and self.ranks.at.tp == 0 else 0.0
-        everyone, *sums = self.ranks.agree(problem, [weighs, *mine, *(number**2 for number in mine)])
-        copies = self.ranks.mesh.pp * self.ranks.mesh.tp
-        microbatch.check_same_batch(sums[:dp], sums[dp:], copies)
-        total = sum(sums[:dp]) / copies
-        factors = [reduction.factor(weight, everyone, dp) for weight in weights]
-        return [part.weighing(factor) for part, factor in zip(parts, factors, strict=True)], size / total
-
-    def _parts(self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None) -> list[Part]:
-        infos = self.compiled.source.inputs
-        tensors = [x.to(self.ranks.device) for x in microbatch.tensors_of(inputs, infos)]
-        if self._settings.check_inputs:
-            microbatch.check_finite(tensors, [info.name for info in infos])
-        batch, count = microbatch.batch_size(tensors, infos), self.compiled.plan.microbatches
-        sizes = microbatch.part_sizes(batch, min(count, max(batch, 1)))
-        cut = [microbatch.split(x, info.batch_dim, sizes) for info, x in zip(infos, tensors, strict=True)]
-        goals = microbatch.split_nested(self._to_device(targets), self._settings.target_dim, sizes)
-        self._prepare_state(sizes, reset_mask)
-        parts = []
-        for i, (size, goal) in enumerate(zip(sizes, goals, strict=True)):
-            bound, mine = self._graphs(inputs, [pieces[i] for pieces in cut], training, i)
-            parts.append(Part(size, 1.0, bound, mine, goal, i))
-        return parts
-
-    def _prepare_state(self, sizes: Sequence[int], reset_mask: Tensor | None) -> None:
-        """State that is carried must be of a batch cut alike; samples of the mask start anew."""
-        if reset_mask is not None and not self._settings.carry:
-            raise ConfigError("reset_mask= needs a program whose state is carried", fix='compile with state="carry"')
-        if self._carry is not None:
-            self._carry.expect(sizes)
-            if reset_mask is not None:
-                self._carry.restart(reset_mask)
-
-    def _graphs(
-        self, inputs: Any, tensors: list[Tensor], training: bool, number: int
-    ) -> tuple[Mapping[int, BoundStage], list[Tensor]]:
-        """The graphs of a microbatch, and what goes in: its tensors, and the hand-written state it left."""
-        if self._carry is None or self._carry.carrier is None:
-            return self._signatures.bound(inputs, tensors, training), tensors
-        states = self._carry.slots(number)
-        bound = self._signatures.carrying(inputs, tensors, states, training, self._carry.carrier)
-        return bound, [*tensors, *states]
 
     def _start(self, training: bool) -> None:
         """Common start of every pass: the mode, and dp rank 0's buffers everywhere."""
@@ -338,7 +267,7 @@ class RunningProgram:
         return next(iter(part.bound.values())).source
 
     def _to_device(self, data: Any) -> Any:
-        return pytree.tree_map(lambda x: x.to(self.ranks.device) if isinstance(x, Tensor) else x, data)
+        return on_device(data, self.ranks.device)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""

@@ -37,7 +37,7 @@ def give_state(leaf: nn.Module, state: State) -> None:
     """Put the state on the leaf."""
     for (path, name), value in state.items():
         module = leaf.get_submodule(path)
-        place = module._buffers if name in module._buffers else vars(module)
+        place: dict[str, Any] = module._buffers if name in module._buffers else vars(module)
         place[name] = dict(value) if isinstance(value, Mapping) else value
 
 

@@ -1,0 +1,98 @@
+"""A rank's batch as the microbatches of a pass: cut, checked, agreed with the other ranks, and their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from snnpart.errors import ConfigError
+from snnpart.program import CompiledProgram
+from snnpart.runtime import microbatch
+from snnpart.runtime.carry import Carry
+from snnpart.runtime.losses import MEAN, Reduction
+from snnpart.runtime.pipeline import Part
+from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.settings import Settings
+from snnpart.runtime.signatures import Signatures
+from snnpart.runtime.stage import BoundStage
+
+
+class Batches:
+    """Cuts batches for one launched program. `carry` holds the state that microbatches start from; None: from reset."""
+
+    def __init__(
+        self, compiled: CompiledProgram, ranks: Ranks, signatures: Signatures, carry: Carry | None, settings: Settings
+    ) -> None:
+        self._compiled, self._ranks, self._signatures = compiled, ranks, signatures
+        self._carry, self._settings = carry, settings
+
+    def cut(
+        self,
+        inputs: Any,
+        targets: Any,
+        training: bool,
+        reset_mask: Tensor | None = None,
+        reduction: Reduction = MEAN,
+    ) -> tuple[list[Part], float]:
+        """This rank's microbatches, agreed with the others, and this dp rank's share of all samples."""
+        problem: Exception | None = None
+        parts: list[Part] = []
+        weights: list[float] = []
+        try:
+            parts = self._parts(inputs, targets, training, reset_mask)
+            weights = [reduction.weight(part.size, part.targets) for part in parts]
+        except Exception as error:  # the user's own too: what stops one rank must stop all before they communicate
+            problem = error
+        size, dp = sum(part.size for part in parts), self._ranks.mesh.dp
+        mine = [float(size * (copy == self._ranks.at.dp)) for copy in range(dp)]
+        weighs = sum(weights) if self._ranks.at.pp == 0 and self._ranks.at.tp == 0 else 0.0
+        everyone, *sums = self._ranks.agree(problem, [weighs, *mine, *(number**2 for number in mine)])
+        copies = self._ranks.mesh.pp * self._ranks.mesh.tp
+        microbatch.check_same_batch(sums[:dp], sums[dp:], copies)
+        total = sum(sums[:dp]) / copies
+        factors = [reduction.factor(weight, everyone, dp) for weight in weights]
+        return [part.weighing(factor) for part, factor in zip(parts, factors, strict=True)], size / total
+
+    def _parts(self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None) -> list[Part]:
+        infos = self._compiled.source.inputs
+        tensors = [x.to(self._ranks.device) for x in microbatch.tensors_of(inputs, infos)]
+        if self._settings.check_inputs:
+            microbatch.check_finite(tensors, [info.name for info in infos])
+        batch, count = microbatch.batch_size(tensors, infos), self._compiled.plan.microbatches
+        sizes = microbatch.part_sizes(batch, min(count, max(batch, 1)))
+        cut = [microbatch.split(x, info.batch_dim, sizes) for info, x in zip(infos, tensors, strict=True)]
+        goals = microbatch.split_nested(on_device(targets, self._ranks.device), self._settings.target_dim, sizes)
+        self._prepare_state(sizes, reset_mask)
+        parts = []
+        for i, (size, goal) in enumerate(zip(sizes, goals, strict=True)):
+            bound, mine = self._graphs(inputs, [pieces[i] for pieces in cut], training, i)
+            parts.append(Part(size, 1.0, bound, mine, goal, i))
+        return parts
+
+    def _prepare_state(self, sizes: Sequence[int], reset_mask: Tensor | None) -> None:
+        """State that is carried must be of a batch cut alike; samples of the mask start anew."""
+        if reset_mask is not None and not self._settings.carry:
+            raise ConfigError("reset_mask= needs a program whose state is carried", fix='compile with state="carry"')
+        if self._carry is not None:
+            self._carry.expect(sizes)
+            if reset_mask is not None:
+                self._carry.restart(reset_mask)
+
+    def _graphs(
+        self, inputs: Any, tensors: list[Tensor], training: bool, number: int
+    ) -> tuple[Mapping[int, BoundStage], list[Tensor]]:
+        """The graphs of a microbatch, and what goes in: its tensors, and the hand-written state it left."""
+        if self._carry is None or self._carry.carrier is None:
+            return self._signatures.bound(inputs, tensors, training), tensors
+        states = self._carry.slots(number)
+        bound = self._signatures.carrying(inputs, tensors, states, training, self._carry.carrier)
+        return bound, [*tensors, *states]
+
+
+def on_device(data: Any, device: torch.device) -> Any:
+    """The nested data with its tensors on the device."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, data)
