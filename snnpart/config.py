@@ -25,7 +25,11 @@ _INPUT = re.compile(r"(\w+)\[\s*([\d\s,]*)\]")
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}
 _DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+    for dtype in (
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+        torch.bool, torch.complex64, torch.complex128,
+    )  # fmt: skip
 }
 
 
@@ -120,4 +124,4 @@ def make_input(text: str, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     dtype = _DTYPES[match[1]]
     random = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return random.to(dtype) if dtype.is_floating_point else (random < 0.5).to(dtype)
+    return random.to(dtype) if dtype.is_floating_point or dtype.is_complex else (random < 0.5).to(dtype)

@@ -65,6 +65,14 @@ def test_inputs() -> None:
     assert set(make_input("int64[50]").tolist()) == {0, 1} and make_input("bool[3]").dtype == torch.bool
 
 
+@pytest.mark.parametrize(
+    "name", "bfloat16 float16 int8 int16 int32 uint8 uint16 uint32 uint64 bool complex64 float8_e4m3fn".split()
+)
+def test_inputs_of_every_dtype(name: str) -> None:
+    x = make_input(f"{name}[4,2]")
+    assert x.dtype == getattr(torch, name) and x.shape == (4, 2)
+
+
 @pytest.mark.parametrize("text", ["float32", "float32(4,2)", "single[4]", "float32[4,-1]", "float32[4,0]"])
 def test_what_is_no_input(text: str) -> None:
     with pytest.raises(ConfigError, match="is not an input|a dim of size 0"):
