@@ -109,11 +109,24 @@ def compile_program(
         **sharding(options.shard),
     )
     compiled = lower(graph, decided, profile=profile)
+    notices = (*notices, *_averaged_outputs(graph, decided.microbatches))
     compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))
     simulate.dry_run(compiled)
     if options.verify == "full":
         report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
     return compiled, report
+
+
+def _averaged_outputs(graph: SpikeGraph, microbatches: int) -> tuple[str, ...]:
+    """A notice for every output without a batch dim of a program that cuts its batches."""
+    if microbatches == 1:
+        return ()
+    return tuple(
+        f"output '{info.name}' has no batch dim: over {microbatches} microbatches it is the mean of theirs weighted by "
+        "samples (the first one's where it is no floating-point number), not the value at the whole batch"
+        for info in graph.outputs
+        if info.batch_dim is None and not graph.batch_fixed.startswith("no input")
+    )
 
 
 def steps_of(inputs: Any, options: Options) -> int | None:

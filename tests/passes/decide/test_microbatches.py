@@ -35,6 +35,22 @@ def test_without_batch_norm_it_changes_nothing() -> None:
     assert program.plan.microbatches == 4
 
 
+class Rate(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.l(x)
+        return y, (y > 0).to(y.dtype).mean()
+
+
+def test_an_output_without_a_batch_dim_is_noted_where_batches_are_cut() -> None:
+    (notice,) = compiled(fill(Rate()), det(4, 4), microbatches=2).notices
+    assert "'output.1' has no batch dim: over 2 microbatches it is the mean" in notice
+    assert not compiled(fill(Rate()), det(4, 4)).notices
+
+
 def test_refusals() -> None:
     with pytest.raises(PlanError, match=r"needs the whole batch at each BatchNorm, schedule=\'zbv\'"):
         compiled(fill(Norms()), images(), pp=2, schedule="zbv", batchnorm="full")
