@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +49,20 @@ def blank_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     blank: Tensor = FakeTensor(mode, empty, tensor.device)
     return blank.requires_grad_() if tensor.requires_grad else blank
+
+
+@contextmanager
+def shape_errors_unlogged() -> Iterator[None]:
+    """A block in which torch does not log the traceback of an error of a fake operation: the error itself is raised.
+
+    torch 2.14 logs some twenty lines at level ERROR for every wrong shape.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def compiled_functions_run_eagerly() -> AbstractContextManager[Any]:

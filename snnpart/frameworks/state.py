@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from snnpart.compat import version
 from snnpart.errors import TraceError
 from snnpart.frameworks.adapter import Adapter, tensors_in
 from snnpart.frameworks.registry import adapter_for
@@ -79,11 +80,11 @@ def _call_reset(module: nn.Module) -> None:
     method = next((m for name in _RESETS if callable(m := getattr(module, name, None)) and _no_arguments(m)), None)
     if method is None:
         return
-    before = {p: (p._version, p.detach().clone()) for p in module.parameters(recurse=False)}
+    before = {p: (version(p), p.detach().clone()) for p in module.parameters(recurse=False)}
     method()
     with torch.no_grad():
-        for parameter, (version, value) in before.items():
-            if parameter._version != version:
+        for parameter, (writes, value) in before.items():
+            if version(parameter) != writes:
                 parameter.copy_(value)
 
 
@@ -97,12 +98,17 @@ def _no_arguments(method: Callable[..., Any]) -> bool:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Put every module of `model` back exactly as it was when the block is left, also by an error."""
+    """Put every module of `model` back exactly as it was when the block is left, also by an error.
+
+    Raises:
+        TraceError: a parameter is an inference tensor, through which no gradient goes.
+    """
+    _refuse_inference_parameters(model)
     modules = list(model.modules())
     attributes = [(module, dict(vars(module))) for module in modules]
     containers = [(c, _copy(c)) for _, saved in attributes for c in saved.values() if _is_container(c)]
     tensors = _written_tensors(modules)
-    values = [(t, t._version, t.detach().clone()) for t in tensors]
+    values = [(t, version(t), t.detach().clone()) for t in tensors]
     flags = [(t, t.requires_grad, t.grad) for t in (*model.parameters(), *tensors) if t.is_leaf]
     try:
         yield
@@ -112,12 +118,22 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(saved)
         for container, content in containers:
             _refill(container, content)
-        for tensor, version, value in values:
-            _put_back(tensor, version, value)
+        for tensor, writes, value in values:
+            _put_back(tensor, writes, value)
         for tensor, requires_grad, grad in flags:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
             tensor.grad = grad
+
+
+def _refuse_inference_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise TraceError(
+                f"parameter '{name}' was made inside torch.inference_mode(), so that it can have no gradient",
+                where=f"module '{name.rpartition('.')[0]}'",
+                fix="make the model outside torch.inference_mode()",
+            )
 
 
 def _is_container(value: Any) -> bool:
@@ -148,11 +164,11 @@ def _written_tensors(modules: list[nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def _put_back(tensor: Tensor, version: int, value: Tensor) -> None:
+def _put_back(tensor: Tensor, writes: int, value: Tensor) -> None:
     # BatchNorm updates its running statistics without counting it as a write, so values decide
-    if tensor._version == version and tensor.shape == value.shape and torch.equal(tensor, value):
+    if version(tensor) == writes and tensor.shape == value.shape and torch.equal(tensor, value):
         return
     if tensor.grad_fn is not None and not tensor._is_view():
         tensor.detach_()
-    with torch.no_grad():
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         tensor.set_(value) if tensor.shape != value.shape else tensor.copy_(value)  # type: ignore[call-overload]

@@ -31,6 +31,7 @@ def modules_recorded(recorder: Recorder, modules: Modules) -> Iterator[None]:
         (nn.Module, "training", _training(recorder, modules)),
         (BatchNormBase, "forward", _batch_norm(recorder, BatchNormBase.forward)),
         (nn.SyncBatchNorm, "forward", _batch_norm(recorder, nn.SyncBatchNorm.forward)),
+        (InstanceNormBase, "forward", _instance_norm(recorder)),
         (torch.autocast, "__enter__", _autocast(recorder)),
     ]
     with patched(patches), modules.guarded():
@@ -100,6 +101,21 @@ def _batch_norm(recorder: Recorder, original: Any) -> Any:
             recorder, x, module.weight, module.bias, module.running_mean, module.running_var,
             module.num_batches_tracked, module.training, module.momentum, module.eps,
         )  # fmt: skip
+
+    return forward
+
+
+def _instance_norm(recorder: Recorder) -> Any:
+    original = InstanceNormBase.forward
+
+    def forward(module: InstanceNormBase, x: Tensor) -> Tensor:
+        if not recorder.paused and module.running_mean is not None and module.training:
+            raise recorder.error(
+                f"{type(module).__name__} with track_running_stats=True updates running statistics in training mode, "
+                "which is not supported yet",
+                "build it with track_running_stats=False, or keep it in eval mode",
+            )
+        return original(module, x)
 
     return forward
 

@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import facts, ops
-from snnpart.compat import compiled_functions_run_eagerly
+from snnpart.compat import compiled_functions_run_eagerly, shape_errors_unlogged
 from snnpart.errors import ConfigError, SnnpartError, TraceError
-from snnpart.frameworks import is_leaf, preserved, reset_state
+from snnpart.frameworks import is_leaf, preserved, reset_state, tell_batch
 from snnpart.graph import Assumption, LeafInfo, StateSlot
 from snnpart.trace import places
 from snnpart.trace.calls import ExampleCall
@@ -81,6 +81,8 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
     model = request.model
     with _usual_modes(), _collector_paused(), preserved(model):
         reset_state(model, request.reset)
+        if batch is not None and request.call.batch not in (None, batch):
+            tell_batch(model, batch, request.call.batch)
         recorder = Recorder(find_roots(model, is_leaf), request.training, keep_flag)
         modules = Modules(model, recorder)
         before = Before(model, modules.is_leaf)
@@ -124,6 +126,7 @@ def _collector_paused() -> Iterator[None]:
 def _patched(recorder: Recorder, modules: Modules) -> Iterator[None]:
     with (
         compiled_functions_run_eagerly(),
+        shape_errors_unlogged(),
         functions_recorded(recorder),
         modules_recorded(recorder, modules),
         RecordingMode(recorder),

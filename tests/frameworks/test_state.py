@@ -198,3 +198,23 @@ def test_the_registry_of_instances_does_not_grow() -> None:
             adapter_for(net[1]).infer(net[1], (torch.randn(2, 4),), {})
     gc.collect()
     assert len(snn.SpikingNeuron.instances) == before
+
+
+def test_state_of_an_inference_is_put_back() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("mem", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mem = self.mem * 0.5 + x * self.weight
+            return self.mem
+
+    model = Counter()
+    with torch.inference_mode():
+        model(torch.ones(3))
+    held = model.mem
+    with preserved(model), torch.inference_mode():
+        held.zero_()
+    assert model.mem is held and held.tolist() == [1.0, 1.0, 1.0]

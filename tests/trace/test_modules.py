@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -326,3 +327,25 @@ def test_everything_is_put_back_after_a_failure() -> None:
         nn.Module.__call__, nn.BatchNorm1d.forward, torch.autocast.__enter__, vars(nn.Module).get("training")
     )  # fmt: skip
     assert model.training is True
+
+
+def test_an_instance_norm_that_updates_statistics_is_refused_by_the_name_of_its_option() -> None:
+    model = fill(nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(3, track_running_stats=True)))
+    with pytest.raises(TraceError, match="updates running statistics in training mode") as caught:
+        trace(model, data(2, 3, 4))
+    assert "track_running_stats=False" in caught.value.fix and "module '1'" in caught.value.where
+    check(model.eval(), data(2, 3, 4), training=False)
+
+
+def test_a_wrong_shape_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    with pytest.raises(TraceError, match="forward failed on tensors without data"):
+        trace(nn.Sequential(nn.Linear(5, 4), Old()), torch.zeros(3, 4))
+    assert not caplog.records and not logger.disabled
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), Old())
+    with pytest.raises(TraceError, match=r"parameter '0.weight' was made inside torch.inference_mode\(\)"):
+        trace(model, torch.zeros(3, 4))
