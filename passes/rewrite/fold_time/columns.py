@@ -111,10 +111,10 @@ def _rebuild(path: Path, value: Any, change: Any) -> Any:
 
 def match(steps: Steps, given_up: Mapping[fx.Node, str]) -> Columns:
     """Sort the nodes of all steps into columns, without those whose node at step 1 is given up."""
-    by_step = steps.nodes()
     dissolved = dict(given_up)
+    known: dict[fx.Node, dict[Path, Any]] = {}
     for _ in range(_ROUNDS):
-        found = _Match(steps, by_step, dissolved)
+        found = _Match(steps, dissolved, known)
         new = found.run()
         if not new:
             return Columns(steps.count, found.columns, found.of, dissolved, steps.of)
@@ -125,17 +125,23 @@ def match(steps: Steps, given_up: Mapping[fx.Node, str]) -> Columns:
 class _Match:
     """One round: columns for the nodes of step 1 that are not dissolved."""
 
-    def __init__(self, steps: Steps, by_step: list[list[fx.Node]], dissolved: Mapping[fx.Node, str]) -> None:
-        self.steps, self.by_step = steps, by_step
+    def __init__(self, steps: Steps, dissolved: Mapping[fx.Node, str], known: dict[fx.Node, dict[Path, Any]]) -> None:
+        self.steps, self.by_step, self.known = steps, steps.nodes(), known
         self.columns: list[Column] = []
         self.of: dict[fx.Node, tuple[Column, int]] = {}
         self.waiting: defaultdict[Any, list[Column]] = defaultdict(list)
-        for node in by_step[MODEL]:
+        for node in self.by_step[MODEL]:
             if node not in dissolved:
                 column = Column(len(self.columns), [None] * steps.count)
                 self._enter(node, column, MODEL)
                 self.columns.append(column)
                 self.waiting[_key(node)].append(column)
+
+    def read(self, node: fx.Node) -> dict[Path, Any]:
+        """The node's arguments by path."""
+        if node not in self.known:
+            self.known[node] = dict(slots(node))
+        return self.known[node]
 
     def run(self) -> dict[fx.Node, str]:
         """Fill the columns; returns those to dissolve (by their model) with the reason.
@@ -201,7 +207,7 @@ class _Match:
 
     def _fits(self, column: Column, node: fx.Node, step: int) -> dict[Column, fx.Node] | None:
         """None: it does not fit. Else the columns that need this value in the place of a node at step 0."""
-        ours, theirs = list(slots(column.model)), list(slots(node))
+        ours, theirs = self.read(column.model).items(), self.read(node).items()
         if len(ours) != len(theirs):
             return None
         needs: dict[Column, fx.Node] = {}
@@ -234,7 +240,7 @@ class _Match:
     def _name_carried(self) -> None:
         """Which column a carried operand comes from: the one it has at step 2; with two steps, the value at step 0."""
         for column in self.columns:
-            for path, a in slots(column.model):
+            for path, a in self.read(column.model).items():
                 if isinstance(a, fx.Node) and self.steps.of.get(a) == MODEL - 1:
                     source = self._source(column, path, a)
                     if source is not None:
@@ -243,19 +249,19 @@ class _Match:
     def _source(self, column: Column, path: Path, a: fx.Node) -> Column | fx.Node | None:
         """The column whose last value it is, or the value of step 0 that later steps read; None for a fixed operand."""
         later = column.nodes[MODEL + 1] if self.steps.count > MODEL + 1 else None
-        b = dict(slots(later))[path] if later is not None else None
+        b = self.read(later)[path] if later is not None else None
         if b is not None and b is not a:
             return self.of[b][0] if b in self.of else a
         begin = column.nodes[0]
-        if begin is None or dict(slots(begin))[path] is a:
+        if begin is None or self.read(begin)[path] is a:
             return None
         return self.of[a][0] if a in self.of and b is None else a
 
     def _carries_badly(self, column: Column) -> str:
         """Why the carried operands are not one column's values, each from the step before; empty when they are."""
         for step, node in enumerate(column.nodes):
-            values = dict(slots(node)) if node is not None else {}
-            for path, a in slots(column.model) if node is not None else ():
+            values = self.read(node) if node is not None else {}
+            for path, a in self.read(column.model).items() if node is not None else ():
                 if not isinstance(a, fx.Node):
                     continue
                 if step and self.steps.of.get(a) == MODEL - 1:
@@ -284,11 +290,16 @@ class _Match:
             return "an operand is not the same operation at every step"
         if middle or (missing and _must_run(column.model)):
             return f"it does not run alike at step {(middle or missing)[0]}"
-        for path, a in slots(column.model):
+        for path, a in self.read(column.model).items():
             if not isinstance(a, fx.Node):
-                column.indices |= {path: values} if (values := _index(column, path)) else {}
+                column.indices |= {path: values} if (values := self._index(column, path)) else {}
         uneven = [v for v in column.indices.values() if len({b - a for a, b in zip(v, v[1:], strict=False)}) > 1]
         return f"its index takes the values {uneven[0]}" if uneven else ""
+
+    def _index(self, column: Column, path: Path) -> list[int] | None:
+        """The values of an index at every step; None when they are all the same."""
+        values = [self.read(node)[path] for node in column.nodes if node is not None]
+        return values if len(set(map(repr, values))) > 1 else None
 
     def _counts(self, model: fx.Node, path: Path, a: Any, b: Any) -> bool:
         """Whether a and b are an index, into a value from outside the loop, that may count with the step."""
@@ -311,8 +322,3 @@ def _key(node: fx.Node) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b or a != a)
-
-
-def _index(column: Column, path: Path) -> list[int] | None:
-    values = [dict(slots(node))[path] for node in column.nodes if node is not None]
-    return values if len(set(map(repr, values))) > 1 else None
