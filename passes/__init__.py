@@ -11,6 +11,7 @@ from snnpart.passes.analyze.time import AnalyzeTime
 from snnpart.passes.rewrite.canonicalize import Canonicalize
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
+from snnpart.passes.rewrite.merge_views import MergeViews
 
-REWRITE: tuple[Pass, ...] = (Canonicalize(), FoldTime(), HoistInvariant())
+REWRITE: tuple[Pass, ...] = (Canonicalize(), FoldTime(), HoistInvariant(), MergeViews())
 ANALYZE: tuple[Pass, ...] = (AnalyzeState(), AnalyzeTime(), AnalyzeDomain(), AnalyzeCost(), AnalyzeRepeats())
