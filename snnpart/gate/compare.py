@@ -43,7 +43,7 @@ def compare(want: Observed, got: Observed) -> tuple[Differences, list[Mismatch]]
     """The differences of `got` from `want`, and what of it is beyond tolerance."""
     wrong: list[Mismatch] = []
     outputs = _compare_kind("output", dict(enumerate_names(want.outputs)), dict(enumerate_names(got.outputs)), wrong)
-    gradients = _compare_kind("gradient", want.gradients, got.gradients, wrong)
+    gradients = _compare_kind("gradient", want.gradients, got.gradients, wrong) if want.differentiable else 0.0
     buffers = _compare_kind("buffer", want.buffers, got.buffers, wrong)
     return Differences(outputs, gradients, buffers, _flips(want, got)), wrong
 

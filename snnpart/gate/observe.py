@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import facts
+from snnpart.errors import VerifyError
 from snnpart.frameworks import clone_leaf, preserved, reset_state
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.ops import Surrogate
@@ -29,7 +30,8 @@ class Observed:
     """What one run computed.
 
     `outputs` are the tensor outputs in order, `gradients` those of all parameters by the user's names (None: unused),
-    `buffers` their values after forward. `spikes` holds for each neuron layer which outputs of each call were not zero.
+    `buffers` their values after forward. `differentiable` is False for a module in eval mode whose own backward fails
+    (code after the network that decodes in place), so that there are no gradients to compare. `spikes` holds for each neuron layer which outputs of each call were not zero.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -37,11 +39,16 @@ class Observed:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     spikes: dict[str, list[Tensor]] = field(default_factory=dict)
     structure: Any = None
+    differentiable: bool = True
 
     def rate(self, layer: str) -> float:
         """The share of non-zero outputs of a neuron layer over all its calls."""
         masks = self.spikes[layer]
         return sum(int(mask.sum()) for mask in masks) / max(sum(mask.numel() for mask in masks), 1)
+
+
+class _BackwardFailed(RuntimeError):
+    """Autograd cannot go back through what was run."""
 
 
 @contextmanager
@@ -69,6 +76,14 @@ def observe_module(model: nn.Module, graph: SpikeGraph, inputs: Any, reset: Rese
             seen.structure = pytree.tree_structure(result)
             own = {name: info.tensor for name, info in graph.tensors.items()}
             _finish(seen, pytree.tree_leaves(result), own, model, graph)
+        except _BackwardFailed as error:
+            if graph.traced_training:
+                raise VerifyError(
+                    f"backward of the module itself fails for the example inputs: {error}",
+                    where=graph.name,
+                    fix='mend the module first, or compile with verify="off"',
+                ) from error
+            seen.differentiable, seen.gradients = False, {}
         finally:
             for handle in handles:
                 handle.remove()
@@ -203,9 +218,11 @@ def _finish(
     if not roots or not wanted:
         seen.gradients = dict.fromkeys(wanted)
         return
-    found = torch.autograd.grad(
-        roots, list(wanted.values()), [cotangent(value, at) for at, value in enumerate(roots)], allow_unused=True
-    )
+    into = [cotangent(value, at) for at, value in enumerate(roots)]
+    try:
+        found = torch.autograd.grad(roots, list(wanted.values()), into, allow_unused=True)
+    except RuntimeError as error:
+        raise _BackwardFailed(str(error).partition("\n")[0]) from error
     seen.gradients = dict(zip(wanted, found, strict=True))
 
 
