@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from snnpart import gate as gates
 from snnpart import simulate
 from snnpart.costs import MachineProfile, default_profile
-from snnpart.errors import ConfigError, PlanError, TraceError
+from snnpart.errors import ConfigError
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims, tensor_leaves
 from snnpart.mesh import Mesh
@@ -96,7 +95,6 @@ def compile_program(
     microbatches, notices = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
     )
-    _check_microbatch(model, graph, inputs, options, microbatches)
     decided = decide(
         graph,
         tp=options.tp,
@@ -128,35 +126,6 @@ def _check_cut(graph: SpikeGraph, plan: Plan) -> None:
             where=f"network '{graph.name}'",
             fix="compile with microbatches=1, or read the batch size from the input in forward",
         )
-
-
-def _check_microbatch(
-    model: nn.Module, graph: SpikeGraph, inputs: Any, options: Options, microbatches: int
-) -> None:
-    """Refuse microbatches that a network with one batch size written in cannot compute; it is traced with one's size.
-
-    Raises:
-        PlanError: forward fails with a microbatch's number of samples, for the reason in the message.
-    """
-    if not graph.batch_fixed or microbatches == 1 or all(info.batch_dim is None for info in graph.inputs):
-        return
-    size = max(1, graph.batch // microbatches)
-    infos = iter(graph.inputs)
-    leaves, spec = pytree.tree_flatten(inputs)
-    part = [_samples(x, next(infos).batch_dim, size) if isinstance(x, Tensor) else x for x in leaves]
-    try:
-        trace_model(model, pytree.tree_unflatten(part, spec), options, graph.traced_training)
-    except TraceError as error:
-        raise PlanError(
-            f"{microbatches} microbatches of {size} of the {graph.batch} samples cannot be computed, for forward works "
-            f"with {graph.batch} samples only: {error.what}",
-            where=error.where,
-            fix="take the size from the input (x.shape[0]), or give microbatches=1 (with schedule='gpipe' for pp > 1)",
-        ) from error
-
-
-def _samples(x: Tensor, dim: int | None, count: int) -> Tensor:
-    return x if dim is None else x.narrow(dim, 0, count)
 
 
 def _averaged_outputs(graph: SpikeGraph, microbatches: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from snnpart import parallelize
-from snnpart.errors import PlanError, VerifyError
+from snnpart.errors import ConfigError, VerifyError
 
 
 class Decoder(nn.Module):
@@ -49,5 +49,5 @@ class ClosedOver(nn.Module):
 def test_microbatches_of_a_network_with_its_batch_size_written_in_are_refused() -> None:
     x = torch.randn(4, 1, 4, 4)
     assert parallelize(ClosedOver(), example_inputs=x, tp=2).plan.tp == 2
-    with pytest.raises(PlanError, match=r"test_backward.py:\d+.*2 microbatches of 2 of the 4 samples"):
+    with pytest.raises(ConfigError, match=r"2 microbatches: forward fails.*test_backward.py:\d+: .*view\(4, -1\)"):
         parallelize(ClosedOver(), example_inputs=x, pp=2)
