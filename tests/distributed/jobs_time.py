@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snnpart.api import parallelize
+from snnpart.runtime.batches import Batches
 from snnpart.runtime.running import RunningProgram
 from tests.distributed.cases import det
 from tests.distributed.cases_time import Casts, counts, events, frame, normed, stateless, windows
@@ -102,7 +103,7 @@ def fails_for_itself() -> tuple[str, str, float]:
     running = started(program)
     batch = windows([3], 4)[0]
     found = ("", "")
-    broken = mock.patch.object(type(running), "_parts", side_effect=Unsendable("bad luck"))
+    broken = mock.patch.object(Batches, "_parts", side_effect=Unsendable("bad luck"))
     try:
         with broken if dist.get_rank() == 1 else mock.MagicMock():
             running.train_step(*batch, F.cross_entropy)
