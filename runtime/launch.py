@@ -93,6 +93,7 @@ def launch(
         target_dim=target_dim,
         reduction=reduction,
         check_loss=verify,
+        timeout=timeout,
         check_inputs=check_inputs,
         carry=carry,
         cut=cut,

@@ -11,8 +11,8 @@ runs the actions of those it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from snnpart.plan import Plan
 from snnpart.program import Action, Port
 from snnpart.runtime.channels import Channels, Message, Spec, message_of
 from snnpart.runtime.data_parallel import Alone
+from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import Merged
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import Halves
@@ -76,6 +77,7 @@ class Pipeline:
     plan: Plan
     stage: Stage
     parallel: Alone
+    heartbeat: Heartbeat
     parts: Sequence[Part]
     loss: Callable[[Sequence[Tensor], Part], Tensor] | None = None
     merged: Merged | None = None
@@ -231,21 +233,10 @@ class Pipeline:
         pairs = [(x, grad) for x, grad in zip(flight.outputs, grads, strict=True) if grad is not None]
         return [x for x, _ in pairs], [grad for _, grad in pairs]
 
-    @contextmanager
-    def _at(self, operation: str, action: Action | None) -> Iterator[None]:
-        """Say where an error happened: communication errors become LaunchErrors, others get a note."""
-        try:
-            yield
-        except Exception as error:
-            where = f"{self.ranks.place}, {self.stage.place}"
-            if action is not None:
-                where = f"{self.ranks.place}, stage {action.stage}, microbatch {action.microbatch}"
-            if operation.startswith(("sending", "receiving")) and not isinstance(error, LaunchError):
-                raise LaunchError(
-                    f"{operation} failed: {error}", where=where, fix="see the first rank that failed"
-                ) from error
-            error.add_note(f"in {operation} of {where}")
-            raise
+    def _at(self, operation: str, action: Action | None) -> AbstractContextManager[None]:
+        """Say where an error happens, and where this rank is while it lasts."""
+        where = self.stage.place if action is None else f"stage {action.stage}, microbatch {action.microbatch}"
+        return self.heartbeat.guard(operation, where)
 
 
 def _carries_gradient(port: Port) -> bool:

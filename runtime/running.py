@@ -35,6 +35,7 @@ from snnpart.runtime.carry import Carry, agreed_windows
 from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers, data_parallel
 from snnpart.runtime.gradients import PartialGradients, clip
+from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import MEAN, LossCheck, Merged
 from snnpart.runtime.outputs import share
 from snnpart.runtime.pipeline import Part, Pipeline
@@ -74,7 +75,8 @@ class RunningProgram:
         if settings.carry or settings.cut is not None:
             self._stage.between = self._carry = Carry(self._stage, compiled, settings.carrier)
         self._batches = Batches(compiled, ranks, self._signatures, self._carry, settings)
-        self._closed = False
+        self._heartbeat = Heartbeat(ranks, settings.timeout)
+        self._closed = self._broken = False
         self._steps = 0
         self.training = True
         self.grad_norm: float | None = None
@@ -113,7 +115,8 @@ class RunningProgram:
         for at, (window, share_of_time) in enumerate(agreed_windows(self._settings.cut, inputs, self.ranks)):
             mask = None if at else reset_mask
             self._check_open()
-            parts, _ = self._batches.cut(window, targets, self.training, mask, self._settings.reduction)
+            with self._heartbeat.guard("agreeing on the batch", "start of a step", shared=True):
+                parts, _ = self._batches.cut(window, targets, self.training, mask, self._settings.reduction)
             if self.optimizer is not None and at == 0:
                 self.optimizer.zero_grad()
             timed = [part.weighing(part.weight * share_of_time) for part in parts]
@@ -129,14 +132,13 @@ class RunningProgram:
         loss = lambda outputs, part: loss_fn(self._result(outputs, part), part.targets)  # noqa: E731
         settings = self._settings
         suspect = LossCheck(settings.reduction, loss_fn, settings.target_dim) if self._judges(parts) else None
-        pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts, loss)
+        pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, self._heartbeat, parts, loss)
         pipeline.check = self._steps == 0
         if suspect is not None:
             pipeline.loss = suspect.around(loss)
         if settings.reduction.kind == "merged":
             pipeline.merged = self._merged(parts, loss_fn, targets)
-        with ops.use_collectives(self._collectives):
-            pipeline.run(self.compiled.schedule)
+        self._run(pipeline)
         self._steps += 1
         if suspect is not None:
             self._judge(suspect)
@@ -144,6 +146,19 @@ class RunningProgram:
         self._partial.finish()
         self._parallel.rest()
         return self._same_everywhere(pipeline.total / self.ranks.mesh.dp)
+
+    def _run(self, pipeline: Pipeline) -> None:
+        """Run all actions. After an error no gradient and no state is left; with several ranks messages may be under
+        way that nobody takes any more, and the program must be launched again."""
+        try:
+            with ops.use_collectives(self._collectives):
+                pipeline.run(self.compiled.schedule)
+        except BaseException:
+            self._broken = self.ranks.mesh.size > 1
+            self.zero_grad()
+            self._stage.reset()
+            self._parallel.forget()
+            raise
 
     def _judges(self, parts: Sequence[Part]) -> bool:
         """Whether this is the first step, and the kind of loss matters."""
@@ -225,11 +240,12 @@ class RunningProgram:
     def _evaluate(self, inputs: Any, reset_mask: Tensor | None) -> tuple[Any, float]:
         """Outputs in the user's structure, and this dp rank's share of all samples."""
         self._check_open()
-        parts, share_of_all = self._batches.cut(inputs, None, False, reset_mask)
+        with self._heartbeat.guard("agreeing on the batch", "start of an evaluation", shared=True):
+            parts, share_of_all = self._batches.cut(inputs, None, False, reset_mask)
         self._start(training=False)
-        pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, parts)
-        with torch.no_grad(), ops.use_collectives(self._collectives):
-            pipeline.run(self.compiled.schedule)
+        pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, self._heartbeat, parts)
+        with torch.no_grad():
+            self._run(pipeline)
         self._parallel.rest()
         sizes, source = [part.size for part in parts], self._source(parts[0])
         made = [pipeline.outputs[i] for i in sorted(pipeline.outputs)]
@@ -244,6 +260,8 @@ class RunningProgram:
     def _check_open(self) -> None:
         if self._closed:
             raise LaunchError("the program was closed", fix="launch it again")
+        if self._broken:
+            raise LaunchError("a step failed; messages of it may still be under way", fix="close() and launch again")
 
     def _start(self, training: bool) -> None:
         """Common start of every pass: the mode, and dp rank 0's buffers everywhere."""
@@ -374,6 +392,7 @@ class RunningProgram:
         """Give the process groups back. The program can be launched again afterwards."""
         if not self._closed:
             self._closed = True
+            self._heartbeat.close()
             self.ranks.close()
 
     def __enter__(self) -> RunningProgram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
@@ -21,6 +22,7 @@ class Settings:
     target_dim: int = 0
     reduction: Reduction = MEAN
     check_loss: bool = True
+    timeout: timedelta = timedelta(minutes=10)
     check_inputs: bool = True
     carry: bool = False
     cut: Cut | None = None

@@ -1,0 +1,206 @@
+"""Heartbeat: each rank says now and then where it is, so that a step that hangs or breaks can name who is to blame.
+
+A thread of every rank writes to a TCPStore of our own that rank 0 keeps: a counter, the operation the main thread is in
+and for how long. Nothing here is part of a step, no process group is used, and a captured CUDA graph is not touched, so
+it also sees what NCCL's watchdog does not.
+
+When communication fails (a connection breaks, a wait takes longer than the timeout) the error is built from these
+records: the rank that failed first, stopped answering, or is longest in an operation that waits for nobody. A main
+thread that is still in one operation well after the timeout (in a loss that never ends, in a replayed graph) cannot be
+woken; its own thread then writes the reason to stderr and ends the process, as NCCL's watchdog would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from snnpart.errors import LaunchError, SnnpartError
+from snnpart.runtime.ranks import Ranks
+
+WAITS = ("receiving", "sending", "agreeing", "reducing")
+"""First words of operations in which a rank may wait for another."""
+GRACE = 1.5
+"""A process is ended after this many timeouts in one operation."""
+MISSED = 4
+"""Beats that a rank may miss; a busy machine may hold a thread up for two seconds."""
+
+
+@dataclass
+class _Seen:
+    """The last record of a rank, and when it changed."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    at: float = field(default_factory=time.monotonic)
+
+
+class Heartbeat:
+    """This rank's records and what it knows of the others. With one rank it does nothing but remember the operation."""
+
+    def __init__(self, ranks: Ranks, timeout: timedelta, end: Callable[[str], None] | None = None) -> None:
+        """Collective. `end` is called with the reason instead of ending the process."""
+        self._ranks, self._timeout = ranks, timeout.total_seconds()
+        self._interval = min(1.0, self._timeout / 10)
+        self._silence = max(2.0, MISSED * self._interval)
+        self._operation, self._since, self._count = "", time.monotonic(), 0
+        self._seen = {rank: _Seen() for rank in range(ranks.mesh.size) if rank != ranks.rank}
+        self._stop, self._end = threading.Event(), end or _end
+        self._store: dist.TCPStore | None = None
+        if ranks.mesh.size > 1:
+            self._store = self._connect()
+            self._thread = threading.Thread(target=self._beat, name="snnpart-heartbeat", daemon=True)
+            self._thread.start()
+
+    def _connect(self) -> dist.TCPStore:
+        host, wait = os.environ.get("MASTER_ADDR", "localhost"), timedelta(seconds=max(10.0, self._timeout))
+        first = self._ranks.rank == 0
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if first else None
+        port = self._ranks.gather(store.port if store is not None else 0)[0]
+        return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+    @contextmanager
+    def within(self, operation: str) -> Iterator[None]:
+        """The main thread is in `operation` (its first word says whether it may wait for others)."""
+        before, self._operation, self._since = self._operation, operation, time.monotonic()
+        try:
+            yield
+        finally:
+            self._operation, self._since = before, time.monotonic()
+
+    @contextmanager
+    def guard(self, operation: str, where: str, *, shared: bool = False) -> Iterator[None]:
+        """`within`, and an error says where it happened.
+
+        Failed communication becomes a LaunchError that names who is to blame; any other error gets a note and is made
+        known to the others, unless it is `shared`: raised by all.
+        """
+        try:
+            with self.within(f"{operation}, {where}"):
+                yield
+        except Exception as error:
+            place = f"{self._place(self._ranks.rank)}, {where}"
+            if shared and isinstance(error, SnnpartError):
+                raise
+            if _is_communication(error):
+                raise LaunchError(
+                    f"{operation} failed: {self.reason() or error}", where=place, fix="see the first rank that failed"
+                ) from error
+            self.failed(f"{operation}, {where}: {type(error).__name__}: {error}")
+            error.add_note(f"in {operation} of {place}")
+            raise
+
+    def failed(self, what: str) -> None:
+        """This rank's step failed: others will name it, unless another one was first."""
+        if self._store is not None:
+            try:
+                self._store.compare_set("failed", "", f"{self._ranks.rank} {what}")
+            except RuntimeError:
+                return  # the store went with rank 0
+
+    def reason(self) -> str:
+        """Who is to blame for what this rank waited for in vain; empty when nobody can be named."""
+        patience = time.monotonic() + self._silence + 1
+        while self._store is not None:
+            found = self._first_failure() or self._silent() or self._stuck(self._timeout / 2)
+            if found or time.monotonic() > patience:
+                return found or self._stuck(0.0) or self._away()
+            time.sleep(self._interval / 2)
+        return ""
+
+    def close(self) -> None:
+        """Stop the thread. Rank 0's store goes with it: call it when all ranks are through."""
+        self._stop.set()
+        if self._store is not None:
+            self._thread.join()
+            self._store = None
+
+    def _beat(self) -> None:
+        lost = False
+        while not self._stop.wait(self._interval):
+            self._count += 1
+            try:
+                if not lost:
+                    self._exchange()
+            except RuntimeError:
+                lost = True  # rank 0 is gone, and will be seen to be silent
+            inside = time.monotonic() - self._since if self._operation else 0.0
+            if inside > GRACE * self._timeout:
+                here = f"{self._place(self._ranks.rank)} is in {self._operation} for {inside:.0f} s"
+                self._end(f"{here}. {self.reason()}")
+                return
+
+    def _exchange(self) -> None:
+        store = self._store
+        if store is None:
+            return
+        inside = time.monotonic() - self._since
+        record = {"count": self._count, "operation": self._operation, "seconds": inside}
+        store.set(f"beat{self._ranks.rank}", json.dumps(record))
+        for rank, seen in self._seen.items():
+            if store.check([f"beat{rank}"]):
+                found = json.loads(store.get(f"beat{rank}"))
+                if found.get("count") != seen.record.get("count"):
+                    seen.record, seen.at = found, time.monotonic()
+
+    def _first_failure(self) -> str:
+        assert self._store is not None
+        try:
+            known = self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        except RuntimeError:
+            return ""
+        rank, _, what = known.partition(" ")
+        return f"{self._place(int(rank))} failed in {what}" if rank and int(rank) != self._ranks.rank else ""
+
+    def _silent(self) -> str:
+        now = time.monotonic()
+        for rank, seen in self._seen.items():
+            if seen.record and now - seen.at > self._silence:
+                return f"{self._place(rank)} stopped answering {now - seen.at:.0f} s ago, {_inside(seen.record)}"
+        return ""
+
+    def _stuck(self, least: float) -> str:
+        """The rank that is longest, and at least so many seconds, in an operation that waits for nobody."""
+        busy = {rank: seen.record for rank, seen in self._seen.items() if _is_busy(seen.record)}
+        rank = max(busy, key=lambda r: busy[r]["seconds"], default=None)
+        if rank is None or busy[rank]["seconds"] < least:
+            return ""
+        return f"{self._place(rank)} is {_inside(busy[rank])} for {busy[rank]['seconds']:.0f} s"
+
+    def _away(self) -> str:
+        """A rank that is not in a step at all."""
+        away = [rank for rank, seen in self._seen.items() if seen.record and not seen.record["operation"]]
+        return f"{self._place(away[0])} is between steps" if away else ""
+
+    def _place(self, rank: int) -> str:
+        at = self._ranks.mesh.coordinate(rank)
+        return f"rank {rank} (dp {at.dp}, pp {at.pp}, tp {at.tp})"
+
+
+def _is_communication(error: Exception) -> bool:
+    """gloo's errors are plain RuntimeErrors that name its source file."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _is_busy(record: Mapping[str, Any]) -> bool:
+    operation = record.get("operation", "")
+    return bool(operation) and not operation.startswith(WAITS)
+
+
+def _inside(record: Mapping[str, Any]) -> str:
+    return f"in {record['operation']}" if record.get("operation") else "between steps"
+
+
+def _end(reason: str) -> None:
+    """End the process: its main thread cannot be woken."""
+    print(f"snnpart: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
