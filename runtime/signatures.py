@@ -2,7 +2,8 @@
 
 A signature is what a trace takes as fixed: the sizes of all dims but the batch, the dtypes, and the mode where the
 network branches on it. Another signature (another T, another image size) is compiled once by `specialise`, with the
-plan of the launched program, and bound over the same tensors. The number kept is bounded.
+plan of the launched program, and bound over the same tensors. So is a batch size at which a comparison in the user's
+code (`if x.shape[0] > 1`) comes out otherwise than the graph takes it. The number kept is bounded.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from snnpart.errors import ConfigError
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
 from snnpart.runtime.carry import Carrier
-from snnpart.runtime.microbatch import replace_tensors
+from snnpart.runtime.microbatch import batch_size, replace_tensors
 from snnpart.runtime.stage import BoundStage, Stage
 
 Specialise = Callable[[Any, bool], CompiledProgram]
-Signature = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], bool | None]
+Signature = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], bool | None, int | None]
+"""Sizes and dtypes (-1: any batch size), the mode where it matters, the batch size where the code compares it."""
 KEPT = 8
 Bound = Mapping[int, BoundStage]
 _log = logging.getLogger("snnpart")
@@ -35,7 +37,7 @@ class Signatures:
     def __init__(self, compiled: CompiledProgram, stage: Stage, tp_rank: int, specialise: Specialise | None) -> None:
         self._source, self._stage, self._tp_rank, self._specialise = compiled.source, stage, tp_rank, specialise
         example = [(info.shape, info.dtype) for info in self._source.inputs]
-        self._first = self._key(example, self._source.traced_training)
+        self._first: Signature = self._key(example, self._source.traced_training)
         self._launched = stage.bind(compiled, tp_rank)
         self._others: OrderedDict[Signature, Bound] = OrderedDict()
         self._carrying: OrderedDict[tuple[Signature, bool], Bound] = OrderedDict()
@@ -52,10 +54,18 @@ class Signatures:
             ConfigError: the signature is new and there is nothing to compile it with.
         """
         key = self._key([(tuple(x.shape), x.dtype) for x in tensors], training)
+        batch = batch_size(tensors, self._source.inputs)
+        found = self._of_signature(key, inputs, tensors, training)
+        why = _network(found).misfit(batch)
+        return self._of_signature((*key[:2], batch), inputs, tensors, training, f": {why}") if why else found
+
+    def _of_signature(
+        self, key: Signature, inputs: Any, tensors: Sequence[Tensor], training: bool, why: str = ""
+    ) -> Bound:
         if key == self._first:
             return self._launched
         if key not in self._others:
-            self._others[key] = self._compile(key, replace_tensors(inputs, tensors), training)
+            self._others[key] = self._compile(key, replace_tensors(inputs, tensors), training, why)
             if len(self._others) > KEPT:
                 self._others.popitem(last=False)
         self._others.move_to_end(key)
@@ -65,7 +75,10 @@ class Signatures:
         self, inputs: Any, tensors: Sequence[Tensor], states: Sequence[Tensor], training: bool, carrier: Carrier
     ) -> Bound:
         """The graphs that take the hand-written state (none: they start from reset) and return it with the outputs."""
-        key = (self._key([(tuple(x.shape), x.dtype) for x in tensors], training), bool(states))
+        signature = self._key([(tuple(x.shape), x.dtype) for x in tensors], training)
+        key, batch = (signature, bool(states)), batch_size(tensors, self._source.inputs)
+        if key in self._carrying and _network(self._carrying[key]).misfit(batch):
+            key = ((*signature[:2], batch), bool(states))
         if key not in self._carrying:
             made = carrier.program(replace_tensors(inputs, tensors), states, training)
             self._carrying[key] = self._stage.bind(made, self._tp_rank)
@@ -74,20 +87,25 @@ class Signatures:
         self._carrying.move_to_end(key)
         return self._carrying[key]
 
-    def _compile(self, key: Signature, inputs: Any, training: bool) -> Bound:
+    def _compile(self, key: Signature, inputs: Any, training: bool, why: str = "") -> Bound:
         if self._specialise is None:
             raise ConfigError(
-                f"the program was compiled for {_text(self._first)}, not for {_text(key)}",
+                f"the program was compiled for {_text(self._first)}, not for {_text(key)}{why}",
                 where=f"network '{self._source.name}'",
                 fix="give inputs of that signature; a program loaded from disk cannot be traced for another one",
             )
-        notice = f"compiled again for {_text(key)}"
+        notice = f"compiled again for {_text(key)}{why}"
         self.notices.append(notice)
         _log.info(notice)
         return self._stage.bind(self._specialise(inputs, training), self._tp_rank)
 
     def _key(self, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], training: bool) -> Signature:
-        return _signature(self._source, inputs), training if self._source.training_specialised else None
+        return _signature(self._source, inputs), training if self._source.training_specialised else None, None
+
+
+def _network(bound: Bound) -> SpikeGraph:
+    """What a rank's graphs were lowered from."""
+    return next(iter(bound.values())).source
 
 
 def _signature(source: SpikeGraph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Any:
@@ -100,7 +118,8 @@ def _signature(source: SpikeGraph, inputs: Sequence[tuple[tuple[int, ...], torch
 
 
 def _text(key: Signature) -> str:
-    shapes, training = key
+    shapes, training, batch = key
     mode = "" if training is None else ", training mode" if training else ", eval mode"
     inputs = ", ".join(f"{str(d).removeprefix('torch.')}{[('N' if n < 0 else n) for n in s]}" for s, d in shapes)
-    return (inputs + mode).replace("'", "")
+    size = "" if batch is None else f", a batch of {batch}"
+    return (inputs + mode + size).replace("'", "")

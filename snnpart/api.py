@@ -302,7 +302,7 @@ class ParallelProgram:
         """The same network and plan for another signature; numerics were checked for the first one."""
         verify: Verify = "off" if self.options.verify == "off" else "trace"
         options = replace(self.options, verify=verify, time_steps=steps_of(inputs, self.options))
-        compiled, _ = compile_program(self.model, inputs, options, self.plan, training=training)
+        compiled, _ = compile_program(self.model, inputs, options, self.plan, training=training, cut=False)
         return compiled
 
 

@@ -80,9 +80,18 @@ class Options:
 
 
 def compile_program(
-    model: nn.Module, inputs: Any, options: Options, plan: Plan | None = None, *, training: bool | None = None
+    model: nn.Module,
+    inputs: Any,
+    options: Options,
+    plan: Plan | None = None,
+    *,
+    training: bool | None = None,
+    cut: bool = True,
 ) -> tuple[CompiledProgram, gates.GateReport | None]:
-    """Trace, analyse, decide and lower `model` for `inputs`; compare with the model as `options.verify` says."""
+    """Trace, analyse, decide and lower `model` for `inputs`; compare with the model as `options.verify` says.
+
+    `cut=False`: the inputs are one microbatch, which is not cut again, so that it may be the only size that works.
+    """
     check_finite(inputs)
     profile = options.profile or default_profile()
     graph = trace_model(model, inputs, options, model.training if training is None else training)
@@ -108,7 +117,8 @@ def compile_program(
         profile=profile,
         **sharding(options.shard),
     )
-    _check_cut(graph, decided)
+    if cut:
+        _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
     notices = (*notices, *_averaged_outputs(graph, decided.microbatches))
     compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
+from snnpart.guards import compares
 from snnpart.ops_time import Loop
 
 TRAINING = "training"
@@ -88,6 +89,22 @@ class Assumption:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchGuard:
+    """A comparison of the batch size N in the user's code (`guards`), and the answer that the graph holds for."""
+
+    text: str
+    holds: bool
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} is {self.holds}"
+
+    def at(self, batch: int) -> bool:
+        """Whether the code goes the same way at this batch size."""
+        return compares(self.text, batch) is self.holds
+
+
+@dataclass(frozen=True, slots=True)
 class StateSlot:
     """State that a traced-through module keeps on itself: attribute `name` of `module`, and its value after reset."""
 
@@ -120,7 +137,19 @@ class SpikeGraph:
     training_specialised: bool = False
     states: tuple[StateSlot, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
+    guards: tuple[BatchGuard, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
+
+    def misfit(self, batch: int) -> str:
+        """Why the graph does not hold for this batch size; "" when it does."""
+        guard = self.broken_at(batch)
+        if guard is not None:
+            return f"{guard.place} compares {guard.text}"
+        return self.batch_fixed if batch != self.batch else ""
+
+    def broken_at(self, batch: int) -> BatchGuard | None:
+        """A comparison that comes out otherwise at this batch size than the graph takes it; None when it holds."""
+        return next((guard for guard in self.guards if not guard.at(batch)), None)
 
     def tied_leaves(self) -> dict[str, str]:
         """Leaf path, or name of a leaf's tensor -> the first leaf that shares a tensor with it, where that is another.

@@ -60,7 +60,11 @@ def check_running(running: Running, inputs: Any) -> None:
     if compiled.source.training_specialised and training != compiled.source.traced_training:
         running.notice("not checked at launch: the network draws random numbers and branches on its mode")
         return
-    few = running.ranks.gather(_few(compiled, inputs) if running.ranks.rank == 0 else None)[0]
+    count = _count(compiled)
+    if count is None:
+        running.notice("not checked at launch: the network compares the batch size, and microbatches of it differ")
+        return
+    few = running.ranks.gather(_few(compiled, inputs, count) if running.ranks.rank == 0 else None)[0]
     values = running.state_dict()
     got = _observe_running(running, few, training)
     problem = _problem(running, few, values, training, got) if running.ranks.rank == 0 else None
@@ -88,12 +92,18 @@ def _draws(source: SpikeGraph) -> bool:
     )
 
 
-def _few(compiled: CompiledProgram, inputs: Any) -> Any:
-    """The first samples of the inputs, enough for every microbatch, on the CPU."""
+def _count(compiled: CompiledProgram) -> int | None:
+    """How many samples are enough for every microbatch; None where the graph holds for no microbatch of a few."""
+    source, parts = compiled.source, compiled.plan.microbatches
+    few = source.batch if source.batch_fixed else min(source.batch, SAMPLES * parts)
+    counts = (few, source.batch)
+    return next((n for n in counts if not any(source.broken_at(size) for size in _part_sizes(n, parts))), None)
+
+
+def _few(compiled: CompiledProgram, inputs: Any, count: int) -> Any:
+    """The first samples of the inputs on the CPU."""
     leaves, spec = pytree.tree_flatten(inputs)
     infos = iter(compiled.source.inputs)
-    count = min(compiled.source.batch, SAMPLES * compiled.plan.microbatches)
-    count = compiled.source.batch if compiled.source.batch_fixed else count
     few = [_first(leaf, next(infos).batch_dim, count) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(few, spec)
 
@@ -144,8 +154,12 @@ def _sizes(compiled: CompiledProgram, inputs: Any) -> tuple[int, list[int]]:
     known = [
         x.shape[i.batch_dim] for x, i in zip(tensors, compiled.source.inputs, strict=True) if i.batch_dim is not None
     ]
-    batch, parts = known[0] if known else 1, compiled.plan.microbatches
-    return batch, [batch // parts + (i < batch % parts) for i in range(parts)]
+    batch = known[0] if known else 1
+    return batch, _part_sizes(batch, compiled.plan.microbatches)
+
+
+def _part_sizes(batch: int, parts: int) -> list[int]:
+    return [batch // parts + (i < batch % parts) for i in range(parts)]
 
 
 def _cut(x: Tensor, dim: int | None, sizes: list[int]) -> list[Tensor]:

@@ -11,6 +11,7 @@
     leaf sn1 : class my.module:LIF framework none neuron
     layer sn1 "{...}"
     assume branch "self.training is True" "net.py:7"
+    guard "N > 1" True "net.py:9"
     note stages "..."
 
 Values of tensors are not part of the text: they are given to `parse_graph`, or meta tensors stand in. Neuron layers are
@@ -33,7 +34,7 @@ from snnpart.errors import CheckpointError, ConfigError
 from snnpart.facts import Value
 from snnpart.frameworks.decode import decode_leaf, leaf_packages
 from snnpart.frameworks.encode import encode_leaf
-from snnpart.graph import Assumption, InputInfo, LeafInfo, OutputInfo, SpikeGraph, StateSlot, TensorInfo
+from snnpart.graph import Assumption, BatchGuard, InputInfo, LeafInfo, OutputInfo, SpikeGraph, StateSlot, TensorInfo
 from snnpart.text import functions, literals, types
 from snnpart.text.lexer import Line, lines
 from snnpart.text.literals import LEAF, Reader
@@ -98,6 +99,7 @@ def _header(graph: SpikeGraph) -> Iterator[str]:
     yield from (_leaf(info) for info in graph.leaves.values())
     yield from (f"state {path(s.module)} {path(s.name)} {write(s.initial)}" for s in graph.states)
     yield from (f"assume {path(a.kind)} {write(a.text)} {write(a.place)}" for a in graph.assumptions)
+    yield from (f"guard {write(g.text)} {g.holds} {write(g.place)}" for g in graph.guards)
     yield from (f"note {path(key)} {write(text)}" for key, text in graph.notes.items())
 
 
@@ -180,6 +182,7 @@ class _Header:
     leaves: dict[str, LeafInfo] = field(default_factory=dict)
     states: list[StateSlot] = field(default_factory=list)
     assumptions: list[Assumption] = field(default_factory=list)
+    guards: list[BatchGuard] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
     def statement(self, line: Line) -> bool:
@@ -204,7 +207,7 @@ class _Header:
             graph=graph, tensors=self.tensors, leaves=self.leaves, inputs=tuple(self.inputs),
             outputs=tuple(self.outputs),
             out_constants=self.constants, states=tuple(self.states), assumptions=tuple(self.assumptions),
-            notes=self.notes, **self.single,
+            guards=tuple(self.guards), notes=self.notes, **self.single,
         )  # fmt: skip
 
     def _read_snnpart(self, line: Line) -> None:
@@ -307,6 +310,10 @@ class _Header:
     def _read_assume(self, line: Line) -> None:
         kind = literals.read_path(line)
         self.assumptions.append(Assumption(kind, literals.read_string(line), literals.read_string(line)))
+
+    def _read_guard(self, line: Line) -> None:
+        text, holds = literals.read_string(line), self.reader.read(line)
+        self.guards.append(BatchGuard(text, bool(holds), literals.read_string(line)))
 
     def _read_note(self, line: Line) -> None:
         key = literals.read_path(line)

@@ -16,8 +16,8 @@ from torch import fx
 
 from snnpart import facts, ops
 from snnpart.facts import Value, Values
-from snnpart.graph import BATCH_SIZE, output_node
-from snnpart.trace import places
+from snnpart.graph import BATCH_SIZE, BatchGuard, output_node
+from snnpart.trace import places, sizes
 from snnpart.trace.session import Recording
 
 
@@ -45,11 +45,12 @@ class Pair:
         self.n, self.m = first.batch, second.batch
         self.offsets = False
 
-    def line(self, a: int, b: int, node: fx.Node) -> Line:
-        """The line through the two sizes."""
+    def line(self, a: int, b: int, place: fx.Node | str) -> Line:
+        """The line through the two sizes of a node, or compared at a line of the user's."""
         slope, rest = divmod(b - a, self.m - self.n)
         if rest:
-            raise BatchMatters(f"{_place(node)}: a size is {a} at batch {self.n} and {b} at batch {self.m}, not a line")
+            place = place if isinstance(place, str) else _place(place)
+            raise BatchMatters(f"{place}: a size is {a} at batch {self.n} and {b} at batch {self.m}, not a line")
         found = Line(slope, a - slope * self.n)
         self.offsets = self.offsets or (slope != 0 and found.offset != 0)
         return found
@@ -65,10 +66,11 @@ class Pair:
             raise BatchMatters(f"{len(firsts)} operations are run at batch {self.n}, {len(seconds)} at batch {self.m}")
 
 
-def merge(first: Recording, second: Recording) -> bool:
+def merge(first: Recording, second: Recording) -> tuple[bool, tuple[BatchGuard, ...]]:
     """Write slopes and affine sizes into the first recording's graph.
 
-    Returns whether some size has an offset, so that a third recording should be checked against the lines.
+    Returns whether some size has an offset, so that a third recording should be checked against the lines, and what the
+    code asked about the batch size.
 
     Raises:
         BatchMatters: the batch size is part of what the code does. The graph is then unchanged.
@@ -85,10 +87,11 @@ def merge(first: Recording, second: Recording) -> bool:
             changes.append((a, args, kwargs))
         same[b] = a
         values.extend(_values(pair, a, b))
+    guards = sizes.guards(first.asked, second.asked, pair.line)
     for node, value in values:
         facts.put(node, value)
     _write_sizes(first.graph, changes)
-    return pair.offsets
+    return pair.offsets, guards
 
 
 def agrees(first: Recording, third: Recording) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from snnpart.compat import DATA_DEPENDENT, FakeTensor, version
-from snnpart.trace import inplace, spelling, writes
+from snnpart.trace import inplace, sizes, spelling, writes
 from snnpart.trace.cells import Call, Called, How
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.norms import record_batch_norm
@@ -35,6 +35,10 @@ _METHODS = """
     dim size stride numel nelement ndimension __len__ is_floating_point is_complex is_contiguous element_size
     storage_offset get_device is_signed is_inference is_conj is_neg is_shared
 """
+_SIZES = frozenset(
+    [torch.Tensor.shape.__get__, torch.numel]  # type: ignore[attr-defined]
+    + [getattr(torch.Tensor, name) for name in ("size", "__len__", "numel", "nelement")]
+)
 QUERIES = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name) for name in _METHODS.split()]
@@ -59,8 +63,11 @@ class RecordingMode(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.recorder.paused or function in QUERIES:
+        if self.recorder.paused:
             return function(*args, **kwargs)
+        if function in QUERIES:
+            answer = function(*args, **kwargs)
+            return sizes.watched(answer, self.recorder.asked) if function in _SIZES else answer
         name = getattr(function, "__name__", "") or type(function).__name__
         called = Called(function, name, args, kwargs, [])
         handler = self._handlers.get(name)
@@ -92,7 +99,7 @@ class RecordingMode(TorchFunctionMode):
             return kind(*(self._fakes(item, inputs) for item in value))
         if kind is dict:
             return {key: self._fakes(item, inputs) for key, item in value.items()}
-        return value
+        return sizes.plain(value)
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run on fakes. A training flag among the arguments counts as True, so that dropout makes a new tensor."""

@@ -26,7 +26,7 @@ from snnpart.compat import FakeTensor, blank_like, fake_mode, storage_key, witho
 from snnpart.errors import TraceError
 from snnpart.facts import Origin, Value, Values
 from snnpart.graph import TRAINING, Assumption
-from snnpart.trace import places, views
+from snnpart.trace import places, sizes, views
 from snnpart.trace.cells import Call, Cell, How, Memory, items_of, value_of
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.roots import Root
@@ -46,6 +46,7 @@ class Recorder:
         self._keep_flag = keep_flag
         self.paused = False
         self.path: list[str] = [""]
+        self.asked = sizes.Comparisons()
         self.assumptions: dict[tuple[str, str], Assumption] = {}
         self.specialised = False
         self.used: dict[str, Root] = {}
@@ -200,7 +201,7 @@ class Recorder:
         if isinstance(value, Tensor):
             return self.node(value)
         if isinstance(value, _LITERALS):
-            return value
+            return sizes.plain(value)
         if isinstance(value, TrainingFlag):
             return self.training_node()
         if isinstance(value, tuple) and hasattr(value, "_fields"):

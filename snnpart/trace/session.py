@@ -29,6 +29,7 @@ from snnpart.trace.mode import RecordingMode
 from snnpart.trace.modules import modules_recorded, where
 from snnpart.trace.recorder import Recorder
 from snnpart.trace.roots import Root, find_roots
+from snnpart.trace.sizes import Comparisons, plain
 from snnpart.trace.states import Before, NewBuffer
 from snnpart.trace.surrogates import functions_recorded
 
@@ -59,6 +60,7 @@ class Recording:
     assumptions: tuple[Assumption, ...]
     specialised: bool
     carried: tuple[StateSlot, ...]
+    asked: Comparisons
 
 
 def record(request: Request, batch: int | None) -> Recording:
@@ -89,6 +91,7 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
         inputs = _placeholders(recorder, request.call, batch)
         with _patched(recorder, modules):
             out = _run(recorder, request, inputs)
+        recorder.asked.open = False
         recorder.finish()
         with recorder.pause():
             carried = tuple(before.carried(batch)) if batch is not None else ()
@@ -96,7 +99,7 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
             names, spec, constants = _outputs(recorder, out)
     return Recording(
         batch, recorder.graph, names, spec, constants, recorder.roots, modules.called, states,
-        tuple(recorder.assumptions.values()), recorder.specialised, carried,
+        tuple(recorder.assumptions.values()), recorder.specialised, carried, recorder.asked,
     )  # fmt: skip
 
 
@@ -243,7 +246,7 @@ def _outputs(recorder: Recorder, out: Any) -> tuple[tuple[str, ...], pytree.Tree
             names.append(".".join(("output", *keys)))
             nodes.append(recorder.node(leaf))
         elif isinstance(leaf, (int, float, str, bool, type(None))):
-            constants[position] = leaf
+            constants[position] = plain(leaf)
         else:
             raise TraceError(
                 f"forward returns a {type(leaf).__name__}, which no graph can hold",

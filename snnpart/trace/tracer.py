@@ -13,11 +13,13 @@ from snnpart import facts, ops
 from snnpart.errors import ConfigError, TraceError
 from snnpart.facts import Value
 from snnpart.frameworks import is_leaf
-from snnpart.graph import Assumption, OutputInfo, SpikeGraph, TensorInfo, output_node
+from snnpart.graph import Assumption, BatchGuard, OutputInfo, SpikeGraph, TensorInfo, output_node
 from snnpart.trace import batches
 from snnpart.trace.batches import BatchMatters
 from snnpart.trace.calls import ExampleCall, example_call
 from snnpart.trace.session import Recording, Request, record
+
+_USUAL_BATCHES = (*range(1, 257), 10_000)
 
 
 def trace(
@@ -71,6 +73,7 @@ def trace(
         traced_training=training,
         training_specialised=recording.specialised,
         states=recording.states,
+        guards=traced.guards,
         assumptions=recording.assumptions + _further_assumptions(call, traced),
         notes=_other_names(model, recording),
     )
@@ -113,6 +116,7 @@ class Traced:
     recording: Recording
     fixed: str = ""
     batch_dims: tuple[tuple[int, ...], ...] | None = None
+    guards: tuple[BatchGuard, ...] = ()
 
 
 def _record_for_all_batches(request: Request) -> Traced:
@@ -129,12 +133,13 @@ def _record_for_all_batches(request: Request) -> Traced:
         return Traced(first, f"forward fails with another batch size: {error}")
     dims = batches.growing(first, second)
     try:
-        if batches.merge(first, second):
+        offsets, guards = batches.merge(first, second)
+        if offsets:
             batches.agrees(first, record(request, next(sizes)))
     except (BatchMatters, TraceError) as error:
         # made anew: the one at hand may hold sizes that depend on the batch
         return Traced(record(request, batch), str(error), dims)
-    return Traced(first, "", dims)
+    return Traced(first, "", dims, guards)
 
 
 def _refuse_carried(recording: Recording) -> None:
@@ -156,6 +161,9 @@ def _other_sizes(call: ExampleCall, batch: int) -> Iterator[int]:
 def _further_assumptions(call: ExampleCall, traced: Traced) -> tuple[Assumption, ...]:
     recording = traced.recording
     found = [Assumption("constant", f"the input {value!r} is the same in every call") for value in call.constants]
+    for guard in traced.guards:
+        if not all(guard.at(size) for size in _USUAL_BATCHES):
+            found.append(Assumption("branch", f"the code compares the batch size N: {guard}", guard.place))
     if traced.fixed:
         found.append(Assumption("batch", f"the batch size is fixed: {traced.fixed}"))
     if not any(leaf.neuron for leaf in recording.leaves.values()) and not _spikes(recording.graph):

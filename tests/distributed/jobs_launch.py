@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from snnpart.api import parallelize
+from snnpart.artifact import load
 from snnpart.errors import CheckpointError, SnnpartError
 from snnpart.runtime.launch import launch
 from tests.distributed.cases import LIF, Aux, det, fill, mlp, reset
@@ -188,6 +189,36 @@ def other_signatures() -> dict[str, Any]:
     notices = list(running.notices)
     running.close()
     return {"losses": losses, "outputs": outputs, "notices": notices}
+
+
+class Larger(nn.Module):
+    """Compares its batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.n, self.h = nn.Linear(4, 6), LIF(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset(self)
+        y = self.h(self.n(self.l(x)))
+        return y * 2 if x.shape[0] > 1 else y
+
+
+def compared_batch_sizes(folder: str) -> dict[str, Any]:
+    """A microbatch of one sample takes the other way; a saved program refuses it."""
+    program = parallelize(fill(Larger()), pp=2, microbatches=2, example_inputs=det(8, 4))
+    running = program.launch(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    y = torch.arange(8) % 3
+    losses = [running.train_step(det(n, 4), y[:n], F.cross_entropy).item() for n in (8, 3, 2, 8)]
+    outputs = [running.eval_step(det(n, 4)) for n in (1, 3, 4)]
+    notices = list(running.notices)
+    running.close()
+    at = f"{folder}/{dist.get_rank()}"
+    program.save(at)
+    loaded = launch(load(at), verify=False)
+    refusal = error_of(lambda: loaded.eval_step(det(1, 4)))
+    loaded.close()
+    return {"losses": losses, "outputs": outputs, "notices": notices, "refusal": refusal}
 
 
 def changing_losses(dp: str) -> tuple[list[float], dict[str, Tensor], tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from snnpart.runtime.launch import launch
 from tests.distributed.cases import Aux, det, fill, mlp, reset
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch
-from tests.distributed.jobs_launch import Moody, both_answers, first_answer
+from tests.distributed.jobs_launch import Larger, Moody, both_answers, first_answer
 from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import OneProcess, assert_same
 
@@ -147,6 +148,23 @@ def test_other_signatures_are_compiled_when_they_come(pool: Pool) -> None:
         for made, wanted in zip(result["outputs"], outputs, strict=True):
             torch.testing.assert_close(made, wanted, rtol=0, atol=1e-9)
         assert len(result["notices"]) == 3
+
+
+def test_a_batch_size_at_which_a_comparison_comes_out_otherwise(pool: Pool, tmp_path: Path) -> None:
+    """A microbatch of one sample is compiled once; each loss and output is the module's own."""
+    one = OneProcess(fill(Larger()), microbatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), reset=reset)
+    y = torch.arange(8) % 3
+    losses = [one.train_step([(det(n, 4), y[:n])], F.cross_entropy) for n in (8, 3, 2, 8)]
+    with torch.no_grad():
+        outputs = [torch.cat([one.model(part) for part in det(n, 4).tensor_split(min(n, 2))]) for n in (1, 3, 4)]
+    for result in pool.run(JOBS + "compared_batch_sizes", ranks=2, folder=str(tmp_path)):
+        assert result["losses"] == pytest.approx(losses, abs=1e-9)
+        for made, wanted in zip(result["outputs"], outputs, strict=True):
+            torch.testing.assert_close(made, wanted, rtol=0, atol=1e-9)
+        again = [notice for notice in result["notices"] if "a batch of 1" in notice]
+        assert len(again) == 1 and "compares N > 1" in again[0] and "jobs_launch.py" in again[0]
+        kind, text = result["refusal"]
+        assert kind == "ConfigError" and "a batch of 1" in text and "compares N > 1" in text
 
 
 @pytest.mark.parametrize("dp", ["ddp", "fsdp2"])
