@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snnpart.errors import LaunchError
+from snnpart.runtime import heartbeat
 from snnpart.runtime.launch import launch
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch
@@ -50,8 +52,14 @@ def misbehaves(how: str) -> None:
     running.train_step(x, y, loss)
 
 
-def sleeps_between_steps() -> None:
-    """Rank 1 comes too late to the second step."""
+def sleeps_between_steps(file: str) -> None:
+    """Rank 1 comes too late to the second step. Why a process is ended is written to `file`."""
+
+    def end(reason: str) -> None:
+        Path(f"{file}{dist.get_rank()}").write_text(reason)
+        os._exit(1)
+
+    heartbeat._end = end
     running = launch(compile_by_hand(make_net(), pp=2), timeout=timedelta(seconds=2))
     running.train_step(*batch(0, 4), F.cross_entropy)
     if dist.get_rank() == 1:

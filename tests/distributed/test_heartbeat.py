@@ -1,0 +1,55 @@
+"""A rank that hangs, dies or raises ends the others within the timeout, with its place in the error."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from snnpart.errors import LaunchError
+from tests.distributed.pool import JobFailed, Pool
+from tests.distributed.reference import assert_same
+
+JOBS = "tests.distributed.jobs_pipeline:"
+PLACE = r"rank 1 \(dp 0, pp 1, tp 0\)"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("hangs", PLACE + r" is in the loss, stage 1, microbatch 1 for \d+ s"),
+        ("dies", PLACE + r" stopped answering \d+ s ago, in the loss, stage 1, microbatch 1"),
+        ("raises", PLACE + r" failed in the loss, stage 1, microbatch 1: ValueError: no such loss"),
+    ],
+)
+def test_the_others_name_the_rank_stage_microbatch_and_operation(pool: Pool, how: str, text: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(JobFailed) as failed:
+        pool.run(JOBS + "misbehaves", ranks=2, how=how)
+    assert time.monotonic() - start < 25
+    error = failed.value.errors[0]
+    assert isinstance(error, LaunchError)
+    with pytest.raises(LaunchError, match=text):
+        raise error
+    assert "rank 0 (dp 0, pp 0, tp 0), stage 0" in error.where
+
+
+def test_a_wait_that_nothing_ends(pool: Pool, tmp_path: Path) -> None:
+    """Rank 1 does not come to the step; the group that rank 0 waits in is not ours and would wait for 90 seconds."""
+    with pytest.raises(JobFailed):
+        pool.run(JOBS + "sleeps_between_steps", ranks=2, file=str(tmp_path / "reason"))
+    text = (tmp_path / "reason0").read_text()
+    assert "rank 0 (dp 0, pp 0, tp 0) is in agreeing on the batch, start of a step for" in text
+    assert "rank 1 (dp 0, pp 1, tp 0)" in text and "between steps" in text
+
+
+def test_a_step_that_raised_leaves_nothing(pool: Pool) -> None:
+    (result,) = pool.run(JOBS + "breaks_and_goes_on", ranks=1)
+    assert result["kind"] == "ValueError" and result["left"] == {}
+    assert_same(result["after"], result["wanted"])
+
+
+def test_a_pipeline_that_broke_must_be_launched_again(pool: Pool) -> None:
+    for kind, text in pool.run(JOBS + "broken_program", ranks=2):
+        assert kind == "LaunchError" and "launch again" in text
