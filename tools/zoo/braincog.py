@@ -65,7 +65,7 @@ class Base(nn.Module):
 
     def reset(self) -> None:
         for module in self.modules():
-            if hasattr(module, "n_reset"):
+            if isinstance(module, Node):
                 module.n_reset()
 
     def body(self, x: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ EVERY: dict[str, Entry] = {
     ),  # fmt: skip
     "B04-hooked": entry(f"{DRIVEN}; the filled dict is an output", "driven:Hooked", IMAGE, **SJ),
     "B05": entry(
-        "integer spikes; a norm that pads with its running statistics by slice assignment; 7x7 depthwise; uneven stages",
+        "integer spikes; a norm that pads with its running averages by slice assignment; 7x7 depthwise; uneven",
         "driven:MetaFormer",
         (N, 3, 16, 16),
     ),  # fmt: skip

@@ -187,6 +187,7 @@ class Detect(nn.Module):
         self.outputs, self.scales, self.count = classes + 5, len(anchors), len(anchors[0]) // 2
         self.stride = torch.ones(self.scales)
         self.grid: list[Tensor] = [torch.zeros(1)] * self.scales
+        self.anchors: Tensor
         self.register_buffer("anchors", torch.tensor(anchors).view(self.scales, -1, 2))
         self.m = nn.ModuleList(nn.Conv2d(width, self.outputs * self.count, 1) for width in widths)
 
@@ -229,7 +230,8 @@ class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         kinds = {kind.__name__: kind for kind in (Conv, Residual, Up, Concat, Detect)}
-        layers, self.save = [], []
+        layers: list[nn.Module] = []
+        self.save: list[int] = []
         for i, (source, kind, arguments) in enumerate(deepcopy(LAYERS)):
             module: Any = kinds[kind](*arguments)
             module.i, module.f = i, source

@@ -138,7 +138,7 @@ class Hooked(nn.Module):
         self.net = SpikeDriven()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Hook]:
-        out: tuple[Tensor, Hook] = self.net(x, hook=dict())
+        out: tuple[Tensor, Hook] = self.net(x, hook={})
         return out
 
 

@@ -1,4 +1,4 @@
-"""What ranks do with a network of the zoo on real process groups; the pool of the distributed tests calls it by name."""
+"""What ranks do with a network of the zoo on real process groups; the pool of the distributed tests calls it."""
 
 from __future__ import annotations
 

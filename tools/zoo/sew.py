@@ -112,7 +112,8 @@ class EventNet(nn.Module):
 
     def __init__(self, plan: list[dict[str, Any]], size: int, classes: int = 11) -> None:
         super().__init__()
-        wide, stages = 2, []
+        wide = 2
+        stages: list[nn.Module] = []
         for entry in plan:
             if entry["up"]:
                 stages.append(nn.Sequential(conv(wide, entry["channels"], entry["up"]), plif()))
