@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from snnpart.gate.observe import copies, observe_module
 from snnpart.graph import BATCH_SIZE
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps
-from tests.graphs import Wrap, calls
+from tests.graphs import calls
 from tests.passes.rewrite.fold_time import nets
 from tests.passes.rewrite.fold_time.parity import active, check, fold, images, run, traced
 from tests.zoo_models import Lif, spike
@@ -51,10 +51,6 @@ def lif(x: Tensor, v: Any) -> tuple[Tensor, Tensor]:
 
 def loops(graph: Any) -> list[Loop]:
     return [node.target for node in graph.graph.nodes if isinstance(node.target, Loop)]
-
-
-def names(graph: Any) -> list[str]:
-    return [node.name for node in graph.graph.nodes]
 
 
 # A02: leftover state
@@ -388,16 +384,3 @@ def test_the_folded_graph_takes_other_batches() -> None:
     sizes = [7] if any(node.target == BATCH_SIZE for node in graph.graph.nodes) else []
     got, want = body.bind(graph.graph)(x, *sizes), net(x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_a_network_without_a_loop_stays() -> None:
-    graph = traced(Wrap(lambda m, x: m.fc(x).relu(), fc=nn.Linear(4, 3)), torch.randn(2, 4))
-    before = names(graph)
-    assert names(fold(graph)) == before
-
-
-def test_a_network_in_multi_step_mode_stays() -> None:
-    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
-    net = nn.Sequential(nn.Linear(4, 4), neuron.LIFNode(step_mode="m"), nn.Linear(4, 4))
-    graph = traced(net, torch.randn(3, 2, 4), in_dims=1, time_dims=0)
-    assert names(fold(graph)) == names(graph)

@@ -1,0 +1,29 @@
+"""Networks that fold-time leaves as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graphs import Wrap
+from tests.passes.rewrite.fold_time.parity import fold, traced
+
+
+def names(graph: Any) -> list[str]:
+    return [node.name for node in graph.graph.nodes]
+
+
+def test_a_network_without_a_loop_stays() -> None:
+    graph = traced(Wrap(lambda m, x: m.fc(x).relu(), fc=nn.Linear(4, 3)), torch.randn(2, 4))
+    before = names(graph)
+    assert names(fold(graph)) == before
+
+
+def test_a_network_in_multi_step_mode_stays() -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    net = nn.Sequential(nn.Linear(4, 4), neuron.LIFNode(step_mode="m"), nn.Linear(4, 4))
+    graph = traced(net, torch.randn(3, 2, 4), in_dims=1, time_dims=0)
+    assert names(fold(graph)) == names(graph)
