@@ -31,7 +31,8 @@ class Observed:
 
     `outputs` are the tensor outputs in order, `gradients` those of all parameters by the user's names (None: unused),
     `buffers` their values after forward. `differentiable` is False for a module in eval mode whose own backward fails
-    (code after the network that decodes in place), so that there are no gradients to compare. `spikes` holds for each neuron layer which outputs of each call were not zero.
+    (code after the network that decodes in place), so that there are no gradients to compare. `spikes` holds for each
+    neuron layer which outputs of each call were not zero.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
