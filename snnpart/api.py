@@ -291,7 +291,7 @@ class ParallelProgram:
             verify: Verify = "off" if self.options.verify == "off" else "trace"
             places = {"input_layout": None, "in_dims": in_dims, "out_dims": out_dims, "time_steps": None}
             options = replace(self.options, verify=verify, **places)
-            return compile_program(self.model, inputs, options, self.plan, training=training)[0]
+            return compile_program(self.model, inputs, options, self.plan, training=training, cut=False)[0]
 
         return StateCarrier(self.model, self.compiled.source, compile_model, self.options)
 

@@ -5,7 +5,8 @@ third would not, so every size is a `Size`: an int that keeps, through + - * // 
 writes each comparison into the run's `Comparisons`. `guards` fits the sizes in two runs' comparisons to lines in the
 batch size N and keeps those that depend on it.
 
-What leaves Python's integers (a true division, a float, a bit operation) is a plain number and is not followed.
+What leaves these integers is a plain number and is not followed: a true division, a float, a bit operation, and
+`len(x)`, whose answer Python turns into an int of its own.
 """
 
 from __future__ import annotations
