@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from snnpart import compat, schedules
+from snnpart import compat
 from snnpart.errors import LaunchError
 from snnpart.plan import Plan
 from snnpart.runtime.collectives import Axis
@@ -155,7 +155,7 @@ def data_parallel(plan: Plan, stage: Stage, axis: Axis) -> Alone:
     """The form of data parallelism that the plan asks for; none where the axis has one rank."""
     if axis.size == 1:
         return Alone(stage, axis)
-    if plan.dp == "ddp" and (plan.stages_per_rank > 1 or (plan.pp > 1 and schedules.KINDS[plan.schedule].splits)):
+    if plan.dp == "ddp" and (plan.stages_per_rank > 1 or plan.splits_backward):
         return Once(stage, axis)
     return {"ddp": Ddp, "fsdp2": Fsdp2}[plan.dp](stage, axis)
 

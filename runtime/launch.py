@@ -68,30 +68,11 @@ def launch(
         LaunchError: the program runs already, the device is not there, or ranks hold different programs.
         ConfigError: tp * pp does not divide the number of ranks, or an argument cannot be meant.
     """
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ConfigError(f"clip_grad_norm={clip_grad_norm!r} is not a positive number", fix="leave it out not to clip")
-    if optimizer is not None and not callable(optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__}, not a factory: each rank makes one for its own parameters",
-            fix="pass optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-        )
-    reduction = reduction_of(loss_reduction, compiled.plan.schedule)
-    if reduction.kind == "merged" and (carry or cut is not None):
-        raise ConfigError(
-            'loss_reduction="merged" cannot be had with state that is carried or with detach_every',
-            fix="give the weight of a microbatch as a function of its targets",
-        )
-    earlier = _running.get(id(compiled))
-    if earlier is not None and not earlier.closed:
-        raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
-    ranks = join(compiled.plan.pp, compiled.plan.tp, device=_device(compiled, device), timeout=timeout)
-    check_fingerprints(compiled, ranks)
-    values, taken = agree_on_values({name: info.tensor for name, info in compiled.source.tensors.items()}, ranks)
     settings = Settings(
         optimizer=optimizer,
         clip_grad_norm=clip_grad_norm,
         target_dim=target_dim,
-        reduction=reduction,
+        reduction=reduction_of(loss_reduction, compiled.plan.schedule),
         check_loss=verify,
         timeout=timeout,
         check_inputs=check_inputs,
@@ -99,12 +80,26 @@ def launch(
         cut=cut,
         carrier=carrier,
     )
+    running = _start(compiled, settings, _device(compiled, device), specialise)
+    if verify and expected is not None:
+        expected(running)
+    return running
+
+
+def _start(
+    compiled: CompiledProgram, settings: Settings, device: torch.device, specialise: Specialise | None
+) -> RunningProgram:
+    """Groups, agreement of the ranks on program and weights, and the running program."""
+    earlier = _running.get(id(compiled))
+    if earlier is not None and not earlier.closed:
+        raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
+    ranks = join(compiled.plan.pp, compiled.plan.tp, device=device, timeout=settings.timeout)
+    check_fingerprints(compiled, ranks)
+    values, taken = agree_on_values({name: info.tensor for name, info in compiled.source.tensors.items()}, ranks)
     running = RunningProgram(compiled, ranks, values, settings, specialise)
     if taken:
         running.notice("the ranks held different weights; all start from those of rank 0")
     _running[id(compiled)] = running
-    if verify and expected is not None:
-        expected(running)
     return running
 
 

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snnpart import ops, schedules
+from snnpart import ops
 from snnpart.errors import ConfigError, LaunchError
 from snnpart.graph import SpikeGraph
-from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.runtime import microbatch
 from snnpart.runtime.batches import Batches, on_device
@@ -63,10 +62,10 @@ class RunningProgram:
     ) -> None:
         """Use `launch`. `values` holds the full tensors by the user's names."""
         self.compiled, self.ranks, self._settings = compiled, ranks, settings
-        at = ranks.at
-        self._stage = Stage(compiled.of_rank(at.pp, at.tp), values, ranks.device, split=_splits(compiled.plan))
+        mine = compiled.of_rank(ranks.at.pp, ranks.at.tp)
+        self._stage = Stage(mine, values, ranks.device, split=compiled.plan.splits_backward)
         self._stage.share_seed(ranks)
-        self._signatures = Signatures(compiled, self._stage, at.tp, specialise)
+        self._signatures = Signatures(compiled, self._stage, ranks.at.tp, specialise)
         self._parallel = data_parallel(compiled.plan, self._stage, ranks.axes["dp"])
         self._partial = PartialGradients(self._stage, ranks)
         self._state = FullState(compiled, self._stage, ranks, values)
@@ -130,13 +129,13 @@ class RunningProgram:
         self._start(self.training)
         self._partial.begin()
         loss = lambda outputs, part: loss_fn(self._result(outputs, part), part.targets)  # noqa: E731
-        settings = self._settings
-        suspect = LossCheck(settings.reduction, loss_fn, settings.target_dim) if self._judges(parts) else None
+        reduction = self._settings.reduction
+        suspect = LossCheck(reduction, loss_fn, self._settings.target_dim) if self._judges(parts) else None
         pipeline = Pipeline(self.ranks, self.compiled.plan, self._stage, self._parallel, self._heartbeat, parts, loss)
         pipeline.check = self._steps == 0
         if suspect is not None:
             pipeline.loss = suspect.around(loss)
-        if settings.reduction.kind == "merged":
+        if reduction.kind == "merged":
             pipeline.merged = self._merged(parts, loss_fn, targets)
         self._run(pipeline)
         self._steps += 1
@@ -160,8 +159,7 @@ class RunningProgram:
             self._parallel.forget()
             raise
 
-    def _judges(self, parts: Sequence[Part]) -> bool:
-        """Whether this is the first step, and the kind of loss matters."""
+    def _judges(self, parts: Sequence[Part]) -> bool:  # the first step, where the kind of loss matters
         return self._settings.check_loss and (len(parts) > 1 or self.ranks.mesh.dp > 1)
 
     def _judge(self, suspect: LossCheck) -> None:
@@ -400,7 +398,3 @@ class RunningProgram:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _splits(plan: Plan) -> bool:
-    return schedules.KINDS[plan.schedule].splits and plan.pp > 1

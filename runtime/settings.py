@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 
+from snnpart.errors import ConfigError
 from snnpart.runtime.carry import Carrier
 from snnpart.runtime.losses import MEAN, Reduction
 from snnpart.windows import Cut
@@ -27,3 +28,20 @@ class Settings:
     carry: bool = False
     cut: Cut | None = None
     carrier: Carrier | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ConfigError(
+                f"clip_grad_norm={self.clip_grad_norm!r} is not a positive number", fix="leave it out not to clip"
+            )
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(self.optimizer).__name__}, not a factory: each rank makes one for its own "
+                "parameters",
+                fix="pass optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+            )
+        if self.reduction.kind == "merged" and (self.carry or self.cut is not None):
+            raise ConfigError(
+                'loss_reduction="merged" cannot be had with state that is carried or with detach_every',
+                fix="give the weight of a microbatch as a function of its targets",
+            )

@@ -62,6 +62,11 @@ class Plan:
         """Stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return schedules.KINDS[self.schedule].splits and self.pp > 1
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
         return schedules.rank_of_stage(self.schedule, self.pp, stage)

@@ -51,6 +51,11 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("tied", 2, {"dp": "fsdp2"}),
     ("recurrent", 4, {"pp": 2, "tp": 2, "microbatches": 2}),
     ("unet", 4, {"pp": 2, "dp": "ddp"}),
+    ("small_sew-m", 2, {"pp": 2, "schedule": "zbv", "microbatches": 2}),
+    ("small_sew-s", 4, {"pp": 2, "dp": "ddp", "schedule": "interleaved-1f1b", "microbatches": 2}),
+    ("plif_mnist-m", 2, {"pp": 2, "schedule": "interleaved-zb", "microbatches": 2}),
+    ("spikformer", 4, {"tp": 2, "pp": 2, "schedule": "zbv", "microbatches": 2}),
+    ("unet", 2, {"pp": 2, "schedule": "zbv", "microbatches": 2}),
 ]
 
 
