@@ -50,10 +50,23 @@ def _build(compiled: CompiledProgram, gate: Any) -> data.Report:
         states=_states(compiled),
         unused_parameters=tuple(t.name for t in source.tensors.values() if t.kind == "parameter" and not t.used),
         passes=tuple(data.PassRow(**dataclasses.asdict(record)) for record in compiled.passes),
-        notices=compiled.notices,
-        gate=None if gate is None else plain(dataclasses.asdict(gate)),
+        notices=(*compiled.notices, *_notes_of_passes(compiled)),
+        gate=None if gate is None else _gate(gate),
         graph=nodes.drawn(compiled),
     )
+
+
+def _notes_of_passes(compiled: CompiledProgram) -> list[str]:
+    """What the passes that ran have to say: how far a loop folded, and why the rest did not."""
+    notes = compiled.source.notes
+    return [f"{r.name}: {line}" for r in compiled.passes for line in notes.get(r.name, "").splitlines()]
+
+
+def _gate(gate: Any) -> Any:
+    """The gate's figures; what it compared with is not among them."""
+    fields = [field for field in dataclasses.fields(gate) if field.repr]
+    values = {field.name: getattr(gate, field.name) for field in fields}
+    return plain({k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()})
 
 
 def plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from snnpart import parallelize
 from snnpart.graph import Assumption
 from snnpart.plan import Plan
 from snnpart.report import Report, build
@@ -16,6 +17,7 @@ from snnpart.report.layers import modules_of
 from snnpart.report.schema import schema
 from snnpart.report.sections import duration, number, size
 from tests.report.example import compiled
+from tests.zoo import ZOO
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,3 +175,14 @@ def test_units() -> None:
     assert [duration(us) for us in (12.3, 3884.2, 3_884_197)] == ["12.3 µs", "3.88 ms", "3.88 s"]
     assert [size(n) for n in (12, 1536, 3 << 20, 5 << 30)] == ["12 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
     assert [number(n) for n in (7, 11_200_000, 3.1e12)] == ["7", "11.20 M", "3.10 T"]
+
+
+def test_the_report_says_how_far_a_loop_folded_and_what_the_gate_saw() -> None:
+    model, inputs = ZOO["handwritten_lif"].build()
+    report = parallelize(model, example_inputs=inputs).report()
+    folded = [text for text in report.notices if text.startswith("fold-time: ")]
+    assert folded and "operations in one call each" in folded[0]
+    assert report.gate is not None
+    assert set(report.gate) == {"traced", "program", "unverified", "precision", "seconds"}
+    assert report.gate["traced"]["flips"] == 0
+    assert folded[0] in report.text()
