@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ TOPOLOGIES: tuple[tuple[int, int, int], ...] = tuple(
     (tp, pp, microbatches) for tp, pp in ((2, 1), (1, 2), (2, 2)) for microbatches in (1, 2)
 )
 """(tp, pp, microbatches)."""
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -61,8 +64,12 @@ def check(entry: Entry, tp: int, pp: int, microbatches: int) -> Outcome:
 
 
 def refusal(error: SnnpartError) -> str:
-    """The error's class and first line."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    """The error's class and first line, paths from the repository's or the installed packages' root."""
+    return relative(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def relative(text: str) -> str:
+    return re.sub(r"/\S*/site-packages/", "", text.replace(f"{ROOT}/", ""))
 
 
 def sharded(compiled: CompiledProgram) -> float | None:

@@ -114,7 +114,7 @@ all buffers, to 1e-9 (1e-5 where a framework insists on float32; the inputs then
 threshold). Every neuron layer fires. Topologies: tp 2, pp 2, tp 2 x pp 2, each with 1 and 2 microbatches, on simulated
 ranks; dp 2, and for a covering subset tp and pp, on gloo processes.
 
-    python tools/zoo/run.py                # about ten minutes on 2 cores
+    python tools/zoo/run.py                # about five minutes on 2 cores
     python tools/zoo/run.py --only B05
 
 The numbers are in [zoo.csv](zoo.csv).
