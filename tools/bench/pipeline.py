@@ -5,7 +5,8 @@
 
 Balance is the slowest stage over the mean, 1 at best: predicted by the cost model, and measured by running each stage
 alone in this process, forward and backward, the best of three. Bubble shares are those of the schedule with the
-measured stage times. Writes docs/results/pipeline.csv (--quick only where --output says). Peers cut none of these unmodified.
+measured stage times. Writes docs/results/pipeline.csv (--quick only where --output says). No peer cuts these networks
+unmodified.
 """
 
 from __future__ import annotations
