@@ -62,13 +62,16 @@ def decide(
 
 
 def _stages_by_path(graph: SpikeGraph, pinned: Mapping[str, int]) -> dict[str, int]:
-    """Stages under module paths, as `Plan.stages` describes; by tensor name where a module's tensors lie apart."""
-    owners = _owners(graph, pinned)
+    """Stages under module paths, as `Plan.stages` describes; by tensor name where a module's tensors lie apart, or later
+    than its operations."""
+    owners, operations = _owners(graph, pinned), _paths_of_operations(graph)
     stages: dict[str, int] = {}
     for owner, names in owners.items():
-        at = {names[name] for name in names}
-        stages.update({owner: at.pop()} if owner and len(at) == 1 else names)
-    for path, found in _paths_of_operations(graph).items():
+        first = min(names.values())
+        # a path moves the module's operations too: one whose buffers are written later than it computes has no stage
+        together = set(names.values()) == {first} and first <= min(operations.get(owner, {first}))
+        stages.update({owner: first} if owner and together else names)
+    for path, found in operations.items():
         if path and len(found) == 1 and path not in stages:
             stages[path] = found.pop()
     return dict(sorted(stages.items()))

@@ -176,3 +176,24 @@ def test_tensors_that_one_mode_does_not_use_stay_where_the_other_mode_has_them()
     evaluated = compiled(module, inputs, pp=2, pinned=trained.plan, training=False)
     assert evaluated.plan.stages == trained.plan.stages and trained.plan.stages["seen"] == 1
     assert [t.name for t in evaluated.stage(1, 0).tensors] == [t.name for t in trained.stage(1, 0).tensors]
+
+
+def test_a_buffer_written_in_a_later_stage_does_not_take_its_neuron_along() -> None:
+    class Counting(nn.Module):
+        """Spikes, counted in a buffer: its write is the last thing that happens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(6, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spikes = fire(x)
+            self.count = spikes.detach().sum(0)
+            return spikes
+
+    module = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), Counting()))).double()
+    inputs = (torch.randn(4, 6, dtype=torch.float64),)
+    program = compiled(module, inputs, pp=2)
+    stages = program.plan.stages
+    assert {stages[f"{i}.count"] for i in (1, 3)} == {1} and stages["2"] == 0 == stages.get("1", 0)
+    assert_parity(module, inputs, program)
