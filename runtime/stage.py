@@ -84,6 +84,7 @@ class Stage:
         self.module = StageModule(own, self.leaves)
         self.paths = _paths(self.module, tensors)
         self.between: Between | None = None
+        self._launched: SpikeGraph | None = None
         self._seed: int | None = None
         self._passes = 0
         self._resets = {
@@ -98,7 +99,24 @@ class Stage:
 
     def bind(self, compiled: CompiledProgram, tp_rank: int) -> Mapping[int, BoundStage]:
         """The stage graphs of `compiled` (the same network, perhaps for another T or mode) over this module."""
+        self._launched = self._launched or compiled.source
+        for index in self.indices:
+            self._hold_constants(compiled.source, compiled.stage(index, tp_rank))
         return {index: self._bind(compiled, compiled.stage(index, tp_rank)) for index in self.indices}
+
+    def _hold_constants(self, source: SpikeGraph, program: StageProgram) -> None:
+        """Take the tensors that the user did not register and that the launched network does not read (the strides of
+        a detector that decodes in eval alone): nothing was placed for them at the launch."""
+        assert self._launched is not None
+        for part in program.tensors:
+            if part.kind != "constant" or part.leaf is not None or part.name in self.slices:
+                continue
+            if part.name not in self._launched.tensors:
+                self.slices[part.name], self.stage_of[part.name] = part, program.stage
+                self.module.hold(
+                    part.name, _kind(part), local_copy(part, source.tensors[part.name].tensor, self.device)
+                )
+                self.paths[part.name] = part.name
 
     def _bind(self, compiled: CompiledProgram, program: StageProgram) -> BoundStage:
         cut = self._cut_when_read(program)

@@ -202,11 +202,15 @@ class Body(nn.Module):
             container, name = self._container(path)
             container.add_module(name, leaf)
         for dotted, (kind, tensor) in tensors.items():
-            container, name = self._container(dotted)
-            if kind == "parameter":
-                container.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
-            else:
-                container.register_buffer(name, tensor, persistent=kind == "buffer")
+            self.hold(dotted, kind, tensor)
+
+    def hold(self, dotted: str, kind: str, tensor: Tensor) -> None:
+        """Own one more tensor, under the user's name."""
+        container, name = self._container(dotted)
+        if kind == "parameter":
+            container.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+        else:
+            container.register_buffer(name, tensor, persistent=kind == "buffer")
 
     def _container(self, dotted: str) -> tuple[nn.Module, str]:
         *path, name = dotted.split(".")

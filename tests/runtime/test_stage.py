@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 from snnpart import ops
+from snnpart.errors import LaunchError
 from snnpart.runtime.stage import Stage, localise
 from tests.distributed.handmade import compile_by_hand, make_net
+from tests.lowering import compiled as lowered
+from tests.lowering import fire
 
 
 def test_the_users_tensors_are_only_read() -> None:
@@ -55,3 +59,46 @@ def test_a_buffer_that_is_assigned_may_be_saved_for_backward() -> None:
     (first + second).backward()
     assert (x1.grad, x2.grad) == (torch.tensor(2.0), torch.tensor(3.0))
     assert root.v.item() == 4.0
+
+
+class Scaled(nn.Module):
+    """In eval its results are scaled by a tensor that it did not register, or by a buffer."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.stride = torch.linspace(1, 3, 3, dtype=torch.float64)
+        if registered:
+            del self.stride
+            self.register_buffer("stride", torch.linspace(1, 3, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(fire(self.a(x)))
+        return out if self.training else out * self.stride
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_an_unregistered_tensor_that_only_eval_reads_is_held_when_its_graph_is_bound(registered: bool) -> None:
+    module, x = Scaled(registered).double(), torch.randn(4, 4, dtype=torch.float64)
+    trained = lowered(module, (x,))
+    assert ("stride" in trained.source.tensors) is registered
+    evaluated = lowered(module, (x,), pinned=trained.plan, training=False)
+    values = {name: info.tensor for name, info in trained.source.tensors.items()}
+    stage = Stage([trained.stage(0, 0)], values, torch.device("cpu"))
+    stage.bind(trained, 0)
+    bound = stage.bind(evaluated, 0)[0]
+    (out,) = stage.forward(bound, (x,), (), 4)
+    torch.testing.assert_close(out, module.eval()(x))
+    assert stage.tensor("stride") is not (module.stride)
+
+
+def test_a_constant_of_the_launched_network_is_not_taken_again_elsewhere() -> None:
+    module, inputs = Scaled(False).double(), (torch.randn(4, 4, dtype=torch.float64),)
+    evaluated = lowered(module, inputs, training=False, pp=2, pinned=None)
+    values = {name: info.tensor for name, info in evaluated.source.tensors.items()}
+    stage = Stage([evaluated.stage(0, 0)], values, torch.device("cpu"))
+    stage.bind(evaluated, 0)
+    assert "stride" not in stage.slices
+    moved = lowered(module, inputs, training=False)
+    with pytest.raises(LaunchError, match="'stride'.* lie elsewhere"):
+        stage.bind(moved, 0)
