@@ -207,11 +207,13 @@ def loops(quick: bool) -> list[Net]:
     ]  # fmt: skip
 
 
-def static(quick: bool) -> Net:
-    """The network whose hoisting alone is measured."""
-    steps, shape = (2, (2, 3, 32, 32)) if quick else (4, (32, 3, 128, 128))
-    depth = 18 if quick else 34
-    return Net(
-        f"sew_resnet{depth}_hoisting", lambda: Repeated(sew_resnet(depth, "m"), steps), shape, after_reset,
-        limits={"cuda": 1.15},
-    )  # fmt: skip
+def statics(quick: bool) -> list[Net]:
+    """The networks whose hoisting alone is measured: a batch bound by launches, and one bound by the GPU."""
+    if quick:
+        return [_repeated("sew_resnet18_hoisting", 18, 2, (2, 3, 32, 32))]
+    names = {32: "sew_resnet34_hoisting", 256: "sew_resnet34_hoisting_N256"}
+    return [_repeated(name, 34, 4, (batch, 3, 128, 128)) for batch, name in names.items()]
+
+
+def _repeated(name: str, depth: int, steps: int, shape: tuple[int, ...]) -> Net:
+    return Net(name, lambda: Repeated(sew_resnet(depth, "m"), steps), shape, after_reset, limits={"cuda": 1.15})
