@@ -62,8 +62,8 @@ def decide(
 
 
 def _stages_by_path(graph: SpikeGraph, pinned: Mapping[str, int]) -> dict[str, int]:
-    """Stages under module paths, as `Plan.stages` describes; by tensor name where a module's tensors lie apart, or later
-    than its operations."""
+    """Stages under module paths, as `Plan.stages` describes; by tensor name where a module's tensors lie apart, or
+    later than its operations."""
     owners, operations = _owners(graph, pinned), _paths_of_operations(graph)
     stages: dict[str, int] = {}
     for owner, names in owners.items():
