@@ -18,6 +18,7 @@ Nodes that are no copies stay as they are, and what does not fold is noted with 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -32,7 +33,7 @@ from snnpart.passes.rewrite.fold_time import parts as parts_of
 from snnpart.passes.rewrite.fold_time import steps as steps_of
 from snnpart.passes.rewrite.fold_time import totals, views
 from snnpart.passes.rewrite.fold_time.columns import Columns, match
-from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter
+from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter, Unplaced
 from snnpart.passes.rewrite.fold_time.parts import Entangled, Part
 from snnpart.passes.rewrite.fold_time.sequential import emit_loop
 from snnpart.passes.rewrite.fold_time.steps import Steps
@@ -56,17 +57,29 @@ class FoldTime:
             steps, size = steps_of.find(graph), len(graph.graph.nodes)
             if steps is None:
                 break
-            note = _fold(graph, steps)
-            if len(graph.graph.nodes) >= size and notes:
+            notes.append(_fold(graph, steps))
+            if len(graph.graph.nodes) >= size and len(notes) > 1:
                 break
-            notes.append(note)
         if notes:
             graph.notes[PASS] = "\n".join(notes)
 
 
 def _fold(graph: SpikeGraph, steps: Steps) -> str:
-    """Fold one loop; what was done."""
-    columns, parts = _arrange(graph, steps)
+    """Fold one loop; what was done. Parts that make what the new graph could not hold are given up until none does."""
+    given_up: dict[fx.Node, str] = {}
+    for _ in range(_ROUNDS):
+        columns, parts = _arrange(graph, steps, given_up)
+        try:
+            _replace(graph, columns, parts)
+        except Unplaced as found:
+            given_up |= _without(found.node, parts)
+        else:
+            return _note(columns, parts)
+    return _note(Columns(steps.count, [], {}, given_up, steps.of), [])
+
+
+def _replace(graph: SpikeGraph, columns: Columns, parts: list[Part]) -> None:
+    """Put the graph of the parts in the place of the graph."""
     if columns.columns:
         emitter = Emitter(graph.graph, columns)
         for part in parts:
@@ -74,12 +87,19 @@ def _fold(graph: SpikeGraph, steps: Steps) -> str:
         _take_all_steps(graph, parts)
         sweep(emitter.graph)
         graph.graph = emitter.graph
-    return _note(columns, parts)
 
 
-def _arrange(graph: SpikeGraph, steps: Steps) -> tuple[Columns, list[Part]]:
-    """Columns and parts; columns that stand in a cycle with other nodes are given up until none does."""
-    given_up: dict[fx.Node, str] = {}
+def _without(node: fx.Node, parts: list[Part]) -> dict[fx.Node, str]:
+    """The columns to give up, by their models, so that the node stays as it is: its part's."""
+    why = f"%{node.name}, which only its first step makes, is read outside"
+    own = [part for part in parts if node in part.nodes and part.columns] or parts
+    return {column.model: why for part in own for column in part.columns}
+
+
+def _arrange(graph: SpikeGraph, steps: Steps, fixed: Mapping[fx.Node, str]) -> tuple[Columns, list[Part]]:
+    """Columns and parts; columns that stand in a cycle with other nodes are given up until none does, as `fixed` are
+    from the start."""
+    given_up = dict(fixed)
     for _ in range(_ROUNDS):
         columns = match(steps, given_up)
         for column in columns.columns:

@@ -50,6 +50,14 @@ def over_samples(value: Any, steps: int) -> Any:
     return tuple(over_samples(item, steps) for item in value) if isinstance(value, tuple) else value
 
 
+class Unplaced(Exception):
+    """`node` is read where the new graph has no value of it: only the first step inside a loop makes it."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"%{node.name}")
+        self.node = node
+
+
 class Emitter:
     """Builds the graph; parts are given to it in the order they run."""
 
@@ -80,6 +88,8 @@ class Emitter:
         """The value of an old node: in a column, that of its step."""
         if node in self.plain:
             return self.plain[node]
+        if node not in self.columns.of:
+            raise Unplaced(node)
         column, step = self.columns.of[node]
         return self.at(column, step)
 

@@ -91,6 +91,7 @@ class _Parts:
                 found.add_edges_from((self.owner(source), node) for source in node.all_input_nodes)
         for column in self.columns.columns:
             found.add_edges_from((source, column) for source in self._sources(column))
+        found.add_edges_from(self._successive())
         self._tie(found)
         return found
 
@@ -103,15 +104,22 @@ class _Parts:
                 if isinstance(value, fx.Node) and (step == 0 or path not in column.carried):
                     yield self.owner(value)
 
+    def _successive(self) -> Iterator[tuple[Unit, Unit]]:
+        """Calls of one state stay in the order they have: each moves what the next one finds."""
+        last: dict[object, Unit] = {}
+        for node in self.graph.graph.nodes:
+            state, unit = _state_of(node), self.owner(node)
+            if state is not None and last.get(state, unit) is not unit:
+                yield last[state], unit
+            last[state] = unit
+
     def _tie(self, found: nx.DiGraph) -> None:
         """Calls that hand on hidden state, and results with what is taken out of them, run together."""
         tied: defaultdict[object, list[Column]] = defaultdict(list)
         for column in self.columns.columns:
             model = column.model
-            if model.op == "call_module":
-                tied["leaf", model.target].append(column)
-            elif model.target is ops.batch_norm and isinstance(model.args[3], fx.Node):
-                tied["norm", model.args[3].target].append(column)
+            if (state := _state_of(model)) is not None:
+                tied[state].append(column)
             makes_tuple = model.op == "call_module" or isinstance(model.target, type)
             if makes_tuple and facts.get(model, Value) is None:
                 found.add_edges_from((user, column) for user in list(found.successors(column)))
@@ -149,6 +157,8 @@ class _Parts:
             return Part("slices", (column,))
         if column.first is not None or column.nodes[0] is None or column.carried:
             return Part("loop", (column,), why="step 0 differs")
+        if len({_shapes(node) for node in column.nodes if node is not None}) > 1:
+            raise Entangled([model], "its steps differ in shape")
         if model.op == "call_module":
             return Part("layer", (column,))
         if self._is_invariant(column):
@@ -168,3 +178,18 @@ class _Parts:
     def _is_invariant(self, column: Column) -> bool:
         model = column.model
         return not effects.is_random(model) and not any(self._varies(source) for source in model.all_input_nodes)
+
+
+def _state_of(node: fx.Node) -> object:
+    """What a call hands on to the next one beside its results: a leaf's state, a norm's averages."""
+    if node.op == "call_module":
+        return "leaf", node.target
+    if node.target is ops.batch_norm and isinstance(node.args[3], fx.Node):
+        return "norm", node.args[3].target
+    return None
+
+
+def _shapes(node: fx.Node) -> tuple[object, ...]:
+    """Shapes and types of the node and its operands: a call on all steps needs the same at every step."""
+    values = (facts.get(one, Value) for one in (node, *(v for _, v in slots(node) if isinstance(v, fx.Node))))
+    return tuple((value.shape, value.dtype) if value is not None else None for value in values)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tests.graphs import Wrap
-from tests.passes.rewrite.fold_time.parity import fold, traced
+from tests.passes.rewrite.fold_time.parity import check, fold, images, traced
+from tools.zoo.unet import RecordedUNet
 
 
 def names(graph: Any) -> list[str]:
@@ -27,3 +28,13 @@ def test_a_network_in_multi_step_mode_stays() -> None:
     net = nn.Sequential(nn.Linear(4, 4), neuron.LIFNode(step_mode="m"), nn.Linear(4, 4))
     graph = traced(net, torch.randn(3, 2, 4), in_dims=1, time_dims=0)
     assert names(fold(graph)) == names(graph)
+
+
+def test_a_value_of_a_loops_first_step_that_is_read_after_it_keeps_the_loop_per_step() -> None:
+    """And what a fold made of three steps is no copy of what it left of one."""
+    torch.manual_seed(0)
+    net, x = RecordedUNet(True, (3, 4)).double(), images(4, 3, 16, 16)
+    net(x)  # its buffers take the shape of what comes
+    graph = check(net, x)
+    assert "which only its first step makes, is read outside" in graph.notes["fold-time"]
+    assert "its steps differ in shape" in graph.notes["fold-time"]
