@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from snnpart import facts
@@ -206,6 +207,7 @@ def index_assign(node: fx.Node, ask: Ask) -> Row:
     x, index, value = node.args
     rank = len(shape(x))
     lane = ask.lane(x) or _lane_of_target(index, rank, ask.need(value), shape(value), shape(x))
+    _leaves_whole(index, lane.dim)
     needs: dict[fx.Node, Spread] = {x: lane}  # type: ignore[dict-item]
     if is_tensor(value):
         inside = _result_dim(index, rank, lane.dim)
@@ -214,6 +216,16 @@ def index_assign(node: fx.Node, ask: Ask) -> Row:
         if own >= 0 and shape(value)[own] == shape(x)[lane.dim] and inside >= 0:
             needs[value] = Sharded(own, lane.pieces)  # type: ignore[index]
     return row(node, lane, needs)
+
+
+def _leaves_whole(index: Any, sharded: int) -> None:
+    """Declined when the index picks inside the sharded dim: by numbers, by a slice, or by a mask, which spans dims."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    for item in items:
+        if is_tensor(item) and (len(shape(item)) != 1 or facts.need(item, Value).dtype in (torch.bool, torch.uint8)):
+            raise Declined("it is written through a mask")
+    if sharded < len(items) and items[sharded] not in (slice(None), Ellipsis, None):
+        raise Declined("it writes into parts of the sharded dim")
 
 
 def _survives(index: Any, rank: int, dim: int) -> bool:

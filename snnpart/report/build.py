@@ -64,9 +64,8 @@ def _notes_of_passes(compiled: CompiledProgram) -> list[str]:
 
 def _gate(gate: Any) -> Any:
     """The gate's figures; what it compared with is not among them."""
-    fields = [field for field in dataclasses.fields(gate) if field.repr]
-    values = {field.name: getattr(gate, field.name) for field in fields}
-    return plain({k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()})
+    shown = dataclasses.asdict(dataclasses.replace(gate, reference=None) if hasattr(gate, "reference") else gate)
+    return plain({name: value for name, value in shown.items() if name != "reference"})
 
 
 def plain(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from snnpart import facts, ops, simulate
+from snnpart import facts, ops, parallelize, simulate
 from snnpart.facts import Cost, Value
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
@@ -185,3 +186,35 @@ def test_a_border_made_of_statistics_is_cut_with_the_channels() -> None:
     program = compiled(module, (torch.randn(4, 2, 5, 5, dtype=torch.float64),), tp=2)
     names = [node.target for node in program.stages[0, 0].graph.nodes if node.target in (ops.shard, ops.all_gather)]
     assert names == [ops.all_gather]
+
+
+class Written(nn.Module):
+    """Writes into a copy of its hidden layer, as `write` does."""
+
+    def __init__(self, write: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(4, 6), nn.Linear(6, 4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).clone()
+        self.write(h)
+        return self.b(h)
+
+
+def _through_a_mask(h: Tensor) -> None:
+    h[h > 0.1] = 0.0
+
+
+def _some_channels(h: Tensor) -> None:
+    h[:, torch.tensor([0, 3])] = 1.0
+
+
+def _some_samples(h: Tensor) -> None:
+    h[torch.tensor([0, 1])] = 1.0
+
+
+@pytest.mark.parametrize("write", [_through_a_mask, _some_channels, _some_samples])
+def test_a_write_through_an_index_is_cut_only_where_the_channels_stay_whole(write: Callable[[Tensor], None]) -> None:
+    model = Written(write).double()
+    program = parallelize(model, tp=2, example_inputs=torch.randn(5, 4, dtype=torch.float64))
+    assert program.plan.shards == {"a": "column", "b": "row"}
