@@ -47,7 +47,7 @@ def parallelize(
     out_dims: Any = None,
     time_steps: int | None = None,
     microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     stages_per_rank: int | None = None,
     split_at: Sequence[str] | None = None,
     batchnorm: str = "microbatch",
@@ -58,7 +58,7 @@ def parallelize(
     fold: bool = True,
     detach_every: int | None = None,
     state: str = "reset",
-    memory: Any = None,
+    memory: int | None = None,
     reset: Callable[[nn.Module], None] | None = None,
     profile: MachineProfile | None = None,
 ) -> ParallelProgram:
@@ -77,7 +77,8 @@ def parallelize(
         time_steps: T: `model` computes one step, the program calls it T times with the state reset around the window,
             takes step t of inputs that have a time dim, and stacks the outputs over T at dim 0.
         microbatches: parts of a batch that are in the pipeline at once; default pp.
-        schedule: "1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb" or "zbv"; see docs/pipeline.md.
+        schedule: "1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb" or "zbv"; see docs/pipeline.md. None: "1f1b", or
+            "gpipe" where `microbatches` are fewer than pp.
         stages_per_rank: stages of each rank under an interleaved schedule; default 2.
         batchnorm: whose statistics BatchNorm takes in training: "microbatch", as gradient accumulation does, or "full",
             the whole batch's (GPipe).
@@ -94,7 +95,8 @@ def parallelize(
             (`RunningProgram.reset` and `reset_mask=` of the steps start sequences anew).
         fold: run what a time loop does at every step in one call over all steps, where no step needs another.
         hoist: compute what is repeated over time (a static image through the stem) once.
-        memory: not available yet.
+        memory: bytes that one rank may take in a training step: parameters, gradients, two moments of an optimizer, and
+            what backward needs of the microbatches in flight. Layers are shared and stages are cut so that it is kept.
         reset: resets the model's state, where snnpart cannot find out how.
         profile: the machine to predict times for; default `costs.default_profile()`.
 
@@ -110,8 +112,6 @@ def parallelize(
             f"model is a {type(model).__name__}, not a torch.nn.Module",
             fix="pass the module itself (call a factory first, not the factory)",
         )
-    if memory is not None:
-        raise ConfigError("memory= is not available yet: no pass places checkpoints", fix="leave memory out")
     if isinstance(split_at, str) or (split_at is not None and plan is not None):
         raise ConfigError(
             f"split_at={split_at!r} "
@@ -128,9 +128,11 @@ def parallelize(
             schedule=schedule,
             microbatches=microbatches,
             stages_per_rank=stages_per_rank,
+            memory=memory,
         )
         tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule
         microbatches, stages_per_rank = fixed.microbatches, fixed.stages_per_rank
+        memory = fixed.memory or None
     options = Options(
         tp=tp,
         pp=pp,
@@ -150,6 +152,7 @@ def parallelize(
         fold=fold,
         detach_every=detach_every,
         state=state,
+        memory=memory,
         reset=reset,
         profile=profile,
     )
@@ -161,7 +164,7 @@ def parallelize(
 
 def _check_agrees(plan: Plan, **given: Any) -> None:
     """ConfigError when an argument that is not left at its default asks for something else than the plan."""
-    defaults = {"tp": 1, "pp": 1, "dp": "ddp", "schedule": "1f1b"}
+    defaults = {"tp": 1, "pp": 1, "dp": "ddp", "schedule": None}
     for name, value in given.items():
         if value not in (defaults.get(name), getattr(plan, name)):
             raise ConfigError(

@@ -50,7 +50,7 @@ Steps = Annotated[int | None, typer.Option("--time-steps", help="T: call a singl
 Tp = Annotated[int, typer.Option(help="ranks that share the channels of each layer")]
 Pp = Annotated[int, typer.Option(help="pipeline stages")]
 Microbatches = Annotated[int | None, typer.Option(help="parts of a batch in the pipeline; default pp")]
-Schedule = Annotated[str, typer.Option(help="1f1b, gpipe, interleaved-1f1b, interleaved-zb or zbv")]
+Schedule = Annotated[str | None, typer.Option(help="1f1b (default), gpipe, interleaved-1f1b, interleaved-zb or zbv")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON of a plan to keep")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write instead of the terminal")]
 Verify = Annotated[str, typer.Option(help="compare with the model: off, trace or full")]
@@ -76,7 +76,7 @@ def report(
     tp: Tp = 1,
     pp: Pp = 1,
     microbatches: Microbatches = None,
-    schedule: Schedule = "1f1b",
+    schedule: Schedule = None,
     plan: PlanFile = None,
     verify: Verify = "off",
     output: Output = None,
@@ -104,7 +104,7 @@ def plan(
     tp: Tp = 1,
     pp: Pp = 1,
     microbatches: Microbatches = None,
-    schedule: Schedule = "1f1b",
+    schedule: Schedule = None,
     plan: PlanFile = None,
     output: Output = None,
 ) -> None:
@@ -125,7 +125,7 @@ def verify(
     tp: Tp = 1,
     pp: Pp = 1,
     microbatches: Microbatches = None,
-    schedule: Schedule = "1f1b",
+    schedule: Schedule = None,
     plan: PlanFile = None,
 ) -> None:
     """Compare the traced and the lowered program with the model; exit code 1 if output, gradients or buffers differ."""
@@ -151,7 +151,7 @@ def trace(
     """Print the traced graph as text (docs/ir.md), which tools/snnpart-opt reads."""
     from snnpart.text import print_graph
 
-    options = _options(1, 1, None, "1f1b", None, time_steps, "off")
+    options = _options(1, 1, None, None, None, time_steps, "off")
     _emit(print_graph(_traced(model, input, arg, layout, in_dims, options), with_leaves=True), output)
 
 
@@ -183,7 +183,7 @@ def _options(
     tp: int,
     pp: int,
     microbatches: int | None,
-    schedule: str,
+    schedule: str | None,
     plan: Path | None,
     time_steps: int | None,
     verify: str,

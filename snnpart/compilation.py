@@ -49,7 +49,7 @@ class Options:
     out_dims: Any = None
     time_steps: int | None = None
     microbatches: int | None = None
-    schedule: str = "1f1b"
+    schedule: str | None = None
     stages_per_rank: int | None = None
     split_at: tuple[str, ...] | None = None
     batchnorm: str = "microbatch"
@@ -59,6 +59,7 @@ class Options:
     fold: bool = True
     detach_every: int | None = None
     state: str = "reset"
+    memory: int | None = None
     reset: Callable[[nn.Module], None] | None = None
     profile: MachineProfile | None = None
 
@@ -72,11 +73,13 @@ class Options:
             )
         if self.state not in STATES:
             raise ConfigError(f"state={self.state!r} is not known", choices=STATES)
-        for name in ("time_steps", "microbatches", "detach_every"):
+        for name in ("time_steps", "microbatches", "detach_every", "memory"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} is not a positive integer")
-        Plan(tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule, stages_per_rank=self.stages_per_rank or 0)
+        Plan(
+            tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0
+        )
 
 
 def compile_program(
@@ -101,7 +104,7 @@ def compile_program(
     }
     rewrites = [item for item in REWRITE if item.name not in left_out]
     records = PassManager((*rewrites, *ANALYZE)).run(graph)
-    microbatches, notices = decide_microbatches(
+    chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
     )
     decided = decide(
@@ -109,10 +112,11 @@ def compile_program(
         tp=options.tp,
         pp=options.pp,
         dp=options.dp,
-        schedule=options.schedule,
-        microbatches=microbatches,
+        schedule=chosen.schedule,
+        microbatches=chosen.microbatches,
         stages_per_rank=options.stages_per_rank or 0,
         split_at=options.split_at,
+        memory=options.memory or 0,
         pinned=plan,
         profile=profile,
         **sharding(options.shard),
@@ -120,7 +124,7 @@ def compile_program(
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
-    notices = (*notices, *_averaged_outputs(graph, decided.microbatches))
+    notices = (*chosen.notices, *_averaged_outputs(graph, decided.microbatches))
     compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))
     simulate.dry_run(compiled)
     if options.verify == "full":

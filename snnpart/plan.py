@@ -5,7 +5,9 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 
 - `shards`: module path (a convolution, a linear, a norm, a neuron layer) -> rule of the sharding table. A path that is
   not listed is replicated or follows its producer, whichever the rule of its operation says.
+- `schedule`: "" is filled in at once: 1F1B where there is a microbatch for each rank, else GPipe.
 - `stages_per_rank`: pipeline stages of one rank (0: the schedule's own number, filled in at once).
+- `memory`: bytes that one rank may take in a training step, under which placement and stages were chosen (0: no limit).
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
   path whose own operations all lie in one stage.
 """
@@ -33,22 +35,25 @@ class Plan:
     tp: int = 1
     pp: int = 1
     dp: str = "ddp"
-    schedule: str = "1f1b"
+    schedule: str = ""
     microbatches: int = 1
     stages_per_rank: int = 0
+    memory: int = 0
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        if self.schedule and self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule={self.schedule!r} is not known", choices=SCHEDULES)
         if self.dp not in DATA_PARALLEL:
             raise ConfigError(f"dp={self.dp!r} is not known", choices=DATA_PARALLEL)
         for name in ("tp", "pp", "microbatches"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
-        if not _is_count(self.stages_per_rank) or self.stages_per_rank < 0:
-            raise ConfigError(f"stages_per_rank={self.stages_per_rank!r} is not a positive integer")
+        for name in ("stages_per_rank", "memory"):
+            if not _is_count(getattr(self, name)) or getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
+        object.__setattr__(self, "schedule", self.schedule or schedules.default(self.pp, self.microbatches))
         per_rank = schedules.stages_per_rank(self.schedule, self.pp, self.stages_per_rank)
         object.__setattr__(self, "stages_per_rank", per_rank)
         _check_table("shards", self.shards, lambda rule: isinstance(rule, str), "the rule of a module path, as text")

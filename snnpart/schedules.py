@@ -16,24 +16,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from snnpart.errors import ConfigError
+from snnpart.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What a schedule needs: stages a rank (the default, and whether another number can be), where they lie, whether
-    microbatches go in rounds of the same size, and whether the backward is split in two."""
+    there must be a microbatch for each rank, whether microbatches go in rounds of the same size, and whether the
+    backward is split in two."""
 
     per_rank: int = 1
     any_number: bool = False
     placement: Literal["loop", "v"] = "loop"
+    fills: bool = False
     rounds: bool = False
     splits: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
     "gpipe": Kind(),
-    "1f1b": Kind(),
+    "1f1b": Kind(fills=True),
     "interleaved-1f1b": Kind(per_rank=2, any_number=True, rounds=True),
     "interleaved-zb": Kind(per_rank=2, any_number=True, rounds=True, splits=True),
     "zbv": Kind(per_rank=2, placement="v", splits=True),
@@ -73,8 +75,43 @@ def rank_of_stage(name: str, pp: int, stage: int) -> int:
 
 
 def takes(name: str, pp: int, microbatches: int) -> bool:
-    """Whether the schedule runs this number: those that go in rounds want rounds of one size, m // pp of them."""
-    return not KINDS[name].rounds or microbatches % max(1, microbatches // pp) == 0
+    """Whether the schedule runs this number over pp ranks."""
+    return not why_not(name, pp, microbatches)
+
+
+def why_not(name: str, pp: int, microbatches: int) -> str:
+    """Why the schedule does not run this number of microbatches; empty where it does.
+
+    1F1B begins with one forward for every stage that follows, which takes a microbatch for each. The interleaved ones
+    go in rounds of one size, m // pp of them.
+    """
+    kind = KINDS[name]
+    if kind.fills and microbatches < pp:
+        return f"fills its {pp} stages with a microbatch each before the first backward, and {microbatches} are too few"
+    if kind.rounds and microbatches % max(1, microbatches // pp):
+        return f"runs microbatches in {microbatches // pp} rounds of the same size, which {microbatches} do not make"
+    return ""
+
+
+def check(name: str, pp: int, microbatches: int) -> None:
+    """Refuse a number of microbatches that the schedule does not run.
+
+    Raises:
+        PlanError: names the nearest number that it runs, and the schedules that run this one.
+    """
+    if microbatches < 1:
+        raise PlanError(f"microbatches={microbatches} is not positive", fix="give at least one microbatch")
+    if reason := why_not(name, pp, microbatches):
+        raise PlanError(
+            f"schedule={name!r} over pp={pp} ranks {reason}",
+            fix=f"give microbatches={nearest(name, pp, microbatches)}, or take a schedule that can",
+            choices=able(pp, microbatches),
+        )
+
+
+def default(pp: int, microbatches: int) -> str:
+    """The schedule where none is asked for: 1F1B where the microbatches suffice, else GPipe."""
+    return "1f1b" if takes("1f1b", pp, microbatches) else "gpipe"
 
 
 def nearest(name: str, pp: int, microbatches: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from snnpart import schedules
 from snnpart.errors import ConfigError, PlanError
-from snnpart.passes.lower.schedule import in_flight, make_schedule
+from snnpart.orders import in_flight, make_schedule
 from snnpart.plan import Plan
 
 
@@ -40,7 +40,7 @@ def test_counts_of_microbatches() -> None:
 
 
 def test_halves_hold_a_microbatch_until_the_weights_are_done() -> None:
-    schedule, _ = make_schedule("zbv", 2, 4, 2)
+    schedule = make_schedule("zbv", 2, 4, 2)
     assert {action.kind for action in schedule[0]} == {"F", "I", "W"}
     assert in_flight(schedule[0]) == 4  # 2 pp, of the two stages together
     assert in_flight(schedule[0], stage=3) == 1

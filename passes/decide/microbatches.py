@@ -1,4 +1,5 @@
-"""How many microbatches a batch is cut into: what the user asked for, the schedule takes, and BatchNorm allows.
+"""How many microbatches a batch is cut into, under which schedule: what the user asked for, what a schedule takes, and
+what BatchNorm allows.
 
 `batchnorm="full"`: BatchNorm's statistics are those of the whole batch of a data-parallel rank. No microbatch can pass
 the first BatchNorm of a stage before all of them have come so far, so the pipeline would run stage after stage however
@@ -8,6 +9,8 @@ GPipe) refuses it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from snnpart import ops, schedules
 from snnpart.errors import ConfigError, PlanError
 from snnpart.graph import SpikeGraph
@@ -15,28 +18,52 @@ from snnpart.graph import SpikeGraph
 BATCHNORM = ("microbatch", "full")
 
 
+class Chosen(NamedTuple):
+    """A schedule and a number of microbatches that go together, and notices where they are not the wanted ones."""
+
+    schedule: str
+    microbatches: int
+    notices: tuple[str, ...] = ()
+
+
 def decide_microbatches(
-    graph: SpikeGraph, *, asked: int | None, schedule: str, pp: int, batchnorm: str = "microbatch"
-) -> tuple[int, tuple[str, ...]]:
-    """The number of microbatches, and notices where it is not the wanted one.
+    graph: SpikeGraph, *, asked: int | None, schedule: str | None, pp: int, batchnorm: str = "microbatch"
+) -> Chosen:
+    """The schedule and the number of microbatches: what the user fixed is kept, what was left open (None) follows.
 
     Raises:
-        ConfigError: `batchnorm` is not known.
-        PlanError: the user fixed a number, or a schedule, that `batchnorm="full"` cannot have.
+        ConfigError: `batchnorm` or `schedule` is not known.
+        PlanError: the user fixed a number and a schedule that do not go together, or that `batchnorm="full"` cannot
+            have.
     """
     if batchnorm not in BATCHNORM:
         raise ConfigError(f"batchnorm={batchnorm!r} is not known", choices=BATCHNORM)
     if batchnorm == "full" and normalises_batches(graph):
         return _whole_batch(graph, asked, schedule, pp)
-    if asked is not None:
-        return asked, ()
+    if asked is None:
+        return _nearest(schedule or schedules.default(pp, pp), pp)
+    if schedule is None:
+        return _able(asked, pp)
+    schedules.check(schedule, pp, asked)
+    return Chosen(schedule, asked)
+
+
+def _nearest(schedule: str, pp: int) -> Chosen:
+    """One microbatch a rank, or the number next to it that the schedule runs."""
     count = schedules.nearest(schedule, pp, pp)
     changed = f"{count} microbatches instead of {pp}: schedule={schedule!r} runs rounds of the same size"
-    return count, (changed,) if count != pp else ()
+    return Chosen(schedule, count, (changed,) if count != pp else ())
 
 
-def _whole_batch(graph: SpikeGraph, asked: int | None, schedule: str, pp: int) -> tuple[int, tuple[str, ...]]:
-    if schedule != "gpipe" and pp > 1:
+def _able(asked: int, pp: int) -> Chosen:
+    """The schedule for a number of microbatches that the user fixed."""
+    schedule = schedules.default(pp, asked)
+    missing = schedules.why_not("1f1b", pp, asked)
+    return Chosen(schedule, asked, (f"schedule={schedule!r}: 1F1B {missing}",) if missing else ())
+
+
+def _whole_batch(graph: SpikeGraph, asked: int | None, schedule: str | None, pp: int) -> Chosen:
+    if schedule not in (None, "gpipe") and pp > 1:
         raise PlanError(
             f'batchnorm="full" needs the whole batch at each BatchNorm, schedule={schedule!r} keeps several '
             "microbatches on their way",
@@ -50,7 +77,8 @@ def _whole_batch(graph: SpikeGraph, asked: int | None, schedule: str, pp: int) -
             where=graph.name,
             fix='leave microbatches out, or take batchnorm="microbatch"',
         )
-    return 1, ('batchnorm="full": the batch runs as one microbatch, stage after stage',) if pp > 1 else ()
+    notices = ('batchnorm="full": the batch runs as one microbatch, stage after stage',) if pp > 1 else ()
+    return Chosen(schedule or "gpipe", 1, notices)
 
 
 def normalises_batches(graph: SpikeGraph) -> bool:

@@ -25,9 +25,10 @@ def decide(
     tp: int,
     pp: int,
     microbatches: int = 1,
-    schedule: str = "1f1b",
+    schedule: str = "",
     stages_per_rank: int = 0,
     split_at: Sequence[str] | None = None,
+    memory: int = 0,
     dp: str = "ddp",
     pinned: Plan | None = None,
     profile: MachineProfile,
@@ -35,13 +36,15 @@ def decide(
     shard: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; other fields are not read.
-    `shard` are the user's constraints (see `constraints`); `pinned` goes before them.
+    `memory`: bytes that one rank may take (0: no limit). `shard` are the user's constraints (see `constraints`);
+    `pinned` goes before them.
 
     The result depends on the arguments alone, never on the rank or on measurements, so that every rank can make it.
 
     Raises:
         PlanError: no plan satisfies the request.
     """
+    schedule = schedule or schedules.default(pp, microbatches)
     per_rank = schedules.stages_per_rank(schedule, pp, stages_per_rank)
     work = graph.copy()
     pins = {**pins_for(graph, tp, shard or {}), **(pinned.shards if pinned else {})}
@@ -56,6 +59,7 @@ def decide(
         schedule=schedule,
         microbatches=microbatches,
         stages_per_rank=per_rank,
+        memory=memory,
         shards=shards_by_path(work),
         stages=_stages_by_path(work, pinned.stages if pinned else {}),
     )

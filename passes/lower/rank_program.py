@@ -17,10 +17,10 @@ from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Sharded
 from snnpart.graph import SpikeGraph, TensorInfo
+from snnpart.orders import Schedule, in_flight, make_schedule
 from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
-from snnpart.passes.lower.schedule import Schedule, in_flight, make_schedule
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
@@ -36,7 +36,7 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     source = graph.copy()
     apply_shards(source, plan)
     apply_stages(source, plan)
-    schedule, notices = make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)
+    schedule = make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
     cuts: dict[int, tuple[StageGraph, ...]] = {}
@@ -48,7 +48,7 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
         for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
             slices = tuple(_slice(source.tensors[name], tensors.get(name), rank) for name in names)
             programs[stage, rank] = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
-    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=notices)
+    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule)
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:

@@ -154,7 +154,7 @@ def test_the_lowered_program_is_compared_too(x: Tensor) -> None:
     net, x = Net().double(), x.double()
     graph = traced(net, x)
     PassManager((*REWRITE, *ANALYZE)).run(graph)
-    plan = decide(graph, tp=2, pp=1, dp="ddp", schedule="1f1b", microbatches=1, pinned=None, profile=default_profile())
+    plan = decide(graph, tp=2, pp=1, dp="ddp", microbatches=1, pinned=None, profile=default_profile())
     compiled = lower(graph, plan, profile=default_profile())
     report = check_program(net, compiled, x)
     assert report.program is not None and report.program.output < 1e-12 and report.program.gradient < 1e-12

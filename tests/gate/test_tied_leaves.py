@@ -38,7 +38,7 @@ def compiled(net: nn.Module, x: Tensor, tp: int, pp: int) -> CompiledProgram:
     check_trace(net, graph, x)
     PassManager((*REWRITE, *ANALYZE)).run(graph)
     profile = default_profile()
-    plan = decide(graph, tp=tp, pp=pp, dp="ddp", schedule="1f1b", microbatches=1, pinned=None, profile=profile)
+    plan = decide(graph, tp=tp, pp=pp, dp="ddp", microbatches=1, pinned=None, profile=profile)
     return lower(graph, plan, profile=profile)
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from snnpart import parallelize, schedules  # noqa: E402
-from snnpart.passes.lower.schedule import make_schedule  # noqa: E402
+from snnpart.orders import make_schedule  # noqa: E402
 from snnpart.program import CompiledProgram  # noqa: E402
 from snnpart.runtime.stage import Stage  # noqa: E402
 from snnpart.timeline import TICKS, timeline  # noqa: E402
@@ -93,11 +93,11 @@ def bubbles(times: Sequence[float], pp: int) -> dict[str, float]:
     """The share of waiting of each schedule with one stage a rank, for stages that take these times."""
     found = {}
     for name in ("gpipe", "1f1b"):
-        schedule, _ = make_schedule(name, pp, MICROBATCHES)
+        schedule = make_schedule(name, pp, MICROBATCHES)
         found[name] = timeline(schedule, lambda action: times[action.stage] * TICKS[action.kind]).bubble
     for name in ("interleaved-1f1b", "interleaved-zb", "zbv"):
         per_rank = schedules.stages_per_rank(name, pp, 0)
-        schedule, _ = make_schedule(name, pp, MICROBATCHES, per_rank)
+        schedule = make_schedule(name, pp, MICROBATCHES, per_rank)
         found[f"{name}, equal stages"] = timeline(schedule, lambda action: TICKS[action.kind]).bubble
     return found
 

@@ -23,6 +23,24 @@ def test_default_is_the_number_of_stages() -> None:
     assert compiled(fill(Skip()), det(4, 4), pp=3).plan.microbatches == 3
 
 
+def test_few_microbatches_go_as_gpipe_unless_the_schedule_is_fixed() -> None:
+    program = compiled(fill(Skip()), det(4, 4), pp=3, microbatches=2)
+    assert (program.plan.schedule, program.plan.microbatches) == ("gpipe", 2)
+    assert any(n.startswith("schedule='gpipe': 1F1B fills its 3 stages") for n in program.notices)
+    with pytest.raises(PlanError, match="schedule='1f1b' over pp=3 ranks fills its 3 stages"):
+        compiled(fill(Skip()), det(4, 4), pp=3, microbatches=2, schedule="1f1b")
+    with pytest.raises(PlanError, match="give microbatches=6, or take a schedule that can") as refused:
+        compiled(fill(Skip()), det(4, 4), pp=2, microbatches=5, schedule="interleaved-1f1b")
+    assert str(refused.value).endswith("valid: gpipe, 1f1b, zbv")
+
+
+def test_a_number_that_was_left_open_moves_to_the_schedule() -> None:
+    assert compiled(fill(Skip()), det(4, 4), pp=3, schedule="1f1b").plan.microbatches == 3
+    assert compiled(fill(Skip()), det(4, 4), pp=2, schedule="zbv").plan.microbatches == 2
+    with pytest.raises(ConfigError, match="schedule='zb' is not known"):
+        compiled(fill(Skip()), det(4, 4), pp=2, schedule="zb")
+
+
 def test_full_batch_statistics_run_as_one_microbatch() -> None:
     program = compiled(fill(Norms()), images(), pp=2, schedule="gpipe", batchnorm="full")
     assert program.plan.microbatches == 1

@@ -59,9 +59,7 @@ class Mixing(nn.Module):
 
 def _programs(module: nn.Module, x: Tensor, tp: int, pp: int = 1, **dims: Any) -> Any:
     graph = _analysed(module, x, **dims)
-    plan = decide(
-        graph, tp=tp, pp=pp, dp="ddp", schedule="1f1b", microbatches=1, pinned=None, profile=default_profile()
-    )
+    plan = decide(graph, tp=tp, pp=pp, dp="ddp", microbatches=1, pinned=None, profile=default_profile())
     compiled = lower(graph, plan, profile=default_profile())
     simulate.dry_run(compiled)
     return compiled
