@@ -4,6 +4,8 @@ A full tensor is put together in three steps: over dp (FSDP2's shards, which lie
 rank 0), over tp (the pieces each rank holds), over pp (the owning stage gives it to the others). Every rank gets it,
 on the CPU.
 
+A buffer that holds neuron state has the value after a reset, and a loaded one is left out: it is of some window.
+
 The state has the keys of the user's `state_dict()`, aliases of tied tensors and unused tensors included, and besides
 the learned tensors that the user did not register (fields of a NamedTuple): leaving them out would lose training.
 """
@@ -31,6 +33,7 @@ class FullState:
     """Full tensors of a running program. All methods that move tensors are collective."""
 
     def __init__(self, compiled: CompiledProgram, stage: Stage, ranks: Ranks, values: Mapping[str, Tensor]) -> None:
+        self._windows = compiled.source.window_buffers()
         self._infos, self._stage, self._ranks = compiled.source.tensors, stage, ranks
         self._parts: dict[str, dict[int, TensorSlice]] = {}
         self._owner: dict[str, int] = {}
@@ -89,7 +92,7 @@ class FullState:
         with torch.no_grad():
             for name, info in self._infos.items():
                 key = next((key for key in (name, *info.aliases) if key in state), None)
-                if key is not None and _is_state(info):
+                if key is not None and _is_state(info) and name not in self._windows:
                     self._put(name, state[key])
 
     def _problem(self, state: Mapping[str, Any], strict: bool) -> CheckpointError | None:
@@ -102,7 +105,8 @@ class FullState:
                 fix="load a state_dict() of the same network, or pass strict=False",
             )
         for key, info in known.items():
-            if key in state and tuple(state[key].shape) != tuple(info.tensor.shape):
+            loaded = key in state and info.name not in self._windows
+            if loaded and tuple(state[key].shape) != tuple(info.tensor.shape):
                 return CheckpointError(
                     f"'{key}' has shape {tuple(state[key].shape)} there and {tuple(info.tensor.shape)} in the network"
                 )

@@ -140,6 +140,11 @@ class SpikeGraph:
     guards: tuple[BatchGuard, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
+    def window_buffers(self) -> frozenset[str]:
+        """Registered buffers in which hand-written neurons keep the state of one window; nothing writes them back."""
+        names = (f"{slot.module}.{slot.name}".strip(".") for slot in self.states)
+        return frozenset(name for name in names if name in self.tensors and self.tensors[name].kind == "buffer")
+
     def misfit(self, batch: int) -> str:
         """Why the graph does not hold for this batch size; "" when it does."""
         guard = self.broken_at(batch)

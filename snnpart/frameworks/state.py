@@ -12,7 +12,7 @@ saved (no forward changes them) but their `grad` and `requires_grad` are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +29,14 @@ _RESETS = ("reset", "reset_state", "reset_states", "reset_mem")
 _TORCH_SLOTS = frozenset(vars(nn.Module()))
 
 
-def reset_state(model: nn.Module, reset: Callable[[nn.Module], Any] | None = None) -> None:
+def reset_state(
+    model: nn.Module, reset: Callable[[nn.Module], Any] | None = None, buffers: Collection[str] = ()
+) -> None:
     """Put the state of every module of `model` back to its start.
 
     Args:
         reset: the user's own way, called as `reset(model)` instead of all else.
+        buffers: names of buffers known to hold state, so that the modules that own them are reset too.
 
     Raises:
         TraceError: a module holds a tensor of an earlier forward and has no method to drop it.
@@ -43,8 +46,10 @@ def reset_state(model: nn.Module, reset: Callable[[nn.Module], Any] | None = Non
         return
     for module in model.modules():
         adapter_for(module).reset(module)
-    for _, module in reversed(list(model.named_modules())):
-        if _own(module) and any(_stale(child) for child in module.modules() if _own(child)) or _holds_tensors(module):
+    keepers = {name.rpartition(".")[0] for name in buffers}
+    for path, module in reversed(list(model.named_modules())):
+        stale = _own(module) and any(_stale(child) for child in module.modules() if _own(child))
+        if stale or _holds_tensors(module) or path in keepers:
             _call_reset(module)
     for path, module in model.named_modules():
         if _own(module) and (name := _stale(module)):
@@ -166,6 +171,8 @@ def _written_tensors(modules: list[nn.Module]) -> list[Tensor]:
 
 def _put_back(tensor: Tensor, writes: int, value: Tensor) -> None:
     # BatchNorm updates its running statistics without counting it as a write, so values decide
+    if tensor.is_meta and tensor.shape == value.shape:
+        return
     if version(tensor) == writes and tensor.shape == value.shape and torch.equal(tensor, value):
         return
     if tensor.grad_fn is not None and not tensor._is_view():

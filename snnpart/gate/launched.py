@@ -143,9 +143,10 @@ def _observe_simulation(
 
 
 def _buffers(compiled: CompiledProgram) -> set[str]:
-    """The buffers that both sides report: those that are not a leaf's state."""
+    """The buffers that both sides report: those that are not neuron state."""
     infos = compiled.source.tensors.values()
-    return {info.name for info in infos if info.kind == "buffer" and info.persistent and info.leaf is None}
+    stored = {info.name for info in infos if info.kind == "buffer" and info.persistent and info.leaf is None}
+    return stored - compiled.source.window_buffers()
 
 
 def _sizes(compiled: CompiledProgram, inputs: Any) -> tuple[int, list[int]]:

@@ -47,7 +47,7 @@ def _module_outputs(model: nn.Module, graph: SpikeGraph, inputs: Any, reset: Res
         return lambda module, args, output: seen[path].append(pytree.tree_map(_kept, output))
 
     with preserved(model), same_random_numbers(inputs), torch.no_grad():
-        reset_state(model, reset)
+        reset_state(model, reset, graph.window_buffers())
         set_mode(model, graph.traced_training)
         handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules() if path]
         try:

@@ -30,7 +30,7 @@ class Observed:
     """What one run computed.
 
     `outputs` are the tensor outputs in order, `gradients` those of all parameters by the user's names (None: unused),
-    `buffers` their values after forward. `differentiable` is False for a module in eval mode whose own backward fails
+    `buffers` their values after forward, without those that hold the state of one window. `differentiable` is False for a module in eval mode whose own backward fails
     (code after the network that decodes in place), so that there are no gradients to compare. `spikes` holds for each
     neuron layer which outputs of each call were not zero.
     """
@@ -65,7 +65,7 @@ def observe_module(model: nn.Module, graph: SpikeGraph, inputs: Any, reset: Rese
     """What the user's module computes for `inputs`; the module is left as it was."""
     seen = Observed()
     with preserved(model), same_random_numbers(inputs):
-        reset_state(model, reset)
+        reset_state(model, reset, graph.window_buffers())
         set_mode(model, graph.traced_training)
         handles = [
             leaf.module.register_forward_hook(_note_spikes(seen, path))
@@ -212,7 +212,9 @@ def _finish(
     made = [value for value in outputs if isinstance(value, Tensor)]
     seen.outputs = [value.detach().clone() for value in made]
     held = dict(module.named_buffers(remove_duplicate=False))
-    buffers = [name for name, info in graph.tensors.items() if info.kind == "buffer" and name in held]
+    kept = {name for name in held if name not in graph.window_buffers()}
+    stored = held.keys() - graph.window_buffers()
+    buffers = [name for name, info in graph.tensors.items() if info.kind == "buffer" and name in stored]
     seen.buffers = {name: held[name].detach().clone() for name in buffers}
     wanted = {n: t for n, t in tensors.items() if graph.tensors[n].kind == "parameter" and t.requires_grad}
     roots = [value for value in made if value.requires_grad]

@@ -36,18 +36,22 @@ from snnpart.trace.surrogates import functions_recorded
 
 @dataclass(frozen=True)
 class Request:
-    """What to trace, apart from the batch size."""
+    """What to trace, apart from the batch size. `states` are buffers known to hold the state of one window."""
 
     model: nn.Module
     call: ExampleCall
     training: bool
     time_steps: int | None
     reset: Callable[[nn.Module], Any] | None
+    states: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one run gave. `output_names` and the graph's output tuple go together."""
+    """What one run gave. `output_names` and the graph's output tuple go together.
+
+    `buffers` are those that hold state; `held` got another tensor of the same shape, in which the batch size occurs.
+    """
 
     batch: int | None
     graph: fx.Graph
@@ -57,9 +61,11 @@ class Recording:
     roots: dict[int, Root]
     leaves: dict[str, LeafInfo]
     states: tuple[StateSlot, ...]
+    buffers: frozenset[str]
     assumptions: tuple[Assumption, ...]
     specialised: bool
     carried: tuple[StateSlot, ...]
+    held: frozenset[str]
     asked: Comparisons
 
 
@@ -82,7 +88,7 @@ class FlagRefused(Exception):
 def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
     model = request.model
     with _usual_modes(), _collector_paused(), preserved(model):
-        reset_state(model, request.reset)
+        reset_state(model, request.reset, request.states)
         if batch is not None and request.call.batch not in (None, batch):
             tell_batch(model, batch, request.call.batch)
         recorder = Recorder(find_roots(model, is_leaf), request.training, keep_flag)
@@ -95,11 +101,12 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
         recorder.finish()
         with recorder.pause():
             carried = tuple(before.carried(batch)) if batch is not None else ()
-            states = _settle(recorder, before)
+            held = frozenset(before.held(batch)) if batch is not None else frozenset()
+            states, buffers = _settle(recorder, before, request.states)
             names, spec, constants = _outputs(recorder, out)
     return Recording(
-        batch, recorder.graph, names, spec, constants, recorder.roots, modules.called, states,
-        tuple(recorder.assumptions.values()), recorder.specialised, carried, recorder.asked,
+        batch, recorder.graph, names, spec, constants, recorder.roots, modules.called, states, buffers,
+        tuple(recorder.assumptions.values()), recorder.specialised, carried, held, recorder.asked,
     )  # fmt: skip
 
 
@@ -183,9 +190,12 @@ def _run_steps(request: Request, inputs: list[Tensor], steps: int) -> Any:
     return pytree.tree_unflatten(stacked, spec)
 
 
-def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
-    """Write changed buffers back at the end of the graph; everything else that changed is state."""
+def _settle(
+    recorder: Recorder, before: Before, known: frozenset[str]
+) -> tuple[tuple[StateSlot, ...], frozenset[str]]:
+    """Write changed buffers back at the end of the graph; everything else that changed is state, some of it buffers."""
     states: list[StateSlot] = []
+    buffers: set[str] = set()
     values: dict[str, fx.Node] = {}
     for root, node in recorder.written():
         if root.kind == "parameter":
@@ -198,17 +208,19 @@ def _settle(recorder: Recorder, before: Before) -> tuple[StateSlot, ...]:
             values[root.name] = node
         else:
             states.append(_slot(root))
-    for found in before.buffers():
+    for found in before.buffers(known):
         if isinstance(found, StateSlot):
             states.append(found)
             name = ".".join(part for part in (found.module, found.name) if part)
+            buffers.add(name)
             recorder.assume("state", f"buffer '{name}' changes its shape: it is state, reset before every window")
         elif isinstance(found, NewBuffer):
             values[found.name] = recorder.node(found.after)
     for name, node in values.items():
         _assign(recorder, name, node)
-    known = {(slot.module, slot.name) for slot in states}
-    return (*states, *(slot for slot in before.slots() if (slot.module, slot.name) not in known))
+    named = {(slot.module, slot.name) for slot in states}
+    plain_slots = [slot for slot in before.slots() if (slot.module, slot.name) not in named]
+    return (*states, *plain_slots), frozenset(buffers)
 
 
 def _slot(root: Root) -> StateSlot:

@@ -2,12 +2,13 @@
 
 `Before` remembers the attributes of every module that is traced through, and compares. State that changes is reset
 before every window, so the graph starts from the value after reset and drops the value at the end. A buffer that is
-given a new tensor of the same shape is written back; one whose shape changes is state.
+given a new tensor of the same shape is written back; one whose shape changes is state. A buffer may hold the tensor of
+an earlier window, which has the shape of the next one at the same batch size: only another batch size tells (`known`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,24 +54,34 @@ class Before:
         """Those of them that held, before the forward, a tensor of the shape it has afterwards, batch included."""
         for path, module, own, _ in self._modules:
             for name, before in own.items():
-                after = vars(module).get(name)
-                if not isinstance(before, Tensor) or not isinstance(after, Tensor) or after is before:
-                    continue
-                if before.shape == after.shape and batch in before.shape:
+                if _held(before, vars(module).get(name), batch):
                     yield StateSlot(path, name, _describe(before))
 
-    def buffers(self) -> Iterator[NewBuffer | StateSlot]:
-        """Registered buffers that hold another tensor now; those of another shape as state."""
+    def held(self, batch: int) -> Iterator[str]:
+        """The same for buffers."""
+        for path, module, _, buffers in self._modules:
+            for name, before in buffers.items():
+                if _held(before, module._buffers.get(name), batch):
+                    yield f"{path}.{name}" if path else name
+
+    def buffers(self, known: Container[str] = ()) -> Iterator[NewBuffer | StateSlot]:
+        """Registered buffers that hold another tensor now; those of another shape, or `known` as state, as state."""
         for path, module, _, buffers in self._modules:
             for name, before in buffers.items():
                 after = module._buffers.get(name)
                 if after is before:
                     continue
                 full = f"{path}.{name}" if path else name
-                if before is not None and after is not None and _alike(before, after):
+                if before is not None and after is not None and _alike(before, after) and full not in known:
                     yield NewBuffer(full, before, after)
                 else:
                     yield StateSlot(path, name, _describe(before))
+
+
+def _held(before: Any, after: Any, batch: int) -> bool:
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or after is before:
+        return False
+    return before.shape == after.shape and batch in before.shape
 
 
 def _alike(before: Tensor, after: Tensor) -> bool:

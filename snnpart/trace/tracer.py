@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -127,7 +127,7 @@ def _record_for_all_batches(request: Request) -> Traced:
         return Traced(first, "no input has a batch dim", ((),) * len(first.output_names))
     sizes = _other_sizes(request.call, batch)
     try:
-        second = record(request, next(sizes))
+        request, first, second = _two(request, first, next(sizes))
     except TraceError as error:
         _refuse_carried(first)
         return Traced(first, f"forward fails with another batch size: {error}")
@@ -140,6 +140,25 @@ def _record_for_all_batches(request: Request) -> Traced:
         # made anew: the one at hand may hold sizes that depend on the batch
         return Traced(record(request, batch), str(error), dims)
     return Traced(first, "", dims, guards)
+
+
+def _two(request: Request, first: Recording, other: int) -> tuple[Request, Recording, Recording]:
+    """The recordings at both batch sizes, in which the same buffers are state, and how they were made.
+
+    A buffer may hold the tensor of an earlier window. One size takes that for a stored tensor, another shows what it is:
+    its shape changes, or forward fails until the buffer is reset.
+    """
+    try:
+        second = record(request, other)
+    except TraceError:
+        if not first.held:
+            raise
+        request = replace(request, states=first.held)
+        second = record(request, other)
+    if first.buffers != second.buffers:
+        request = replace(request, states=request.states | first.buffers | second.buffers)
+        first, second = record(request, first.batch), record(request, other)
+    return request, first, second
 
 
 def _refuse_carried(recording: Recording) -> None:

@@ -124,8 +124,8 @@ def reference(
 ) -> Ran:
     """The module itself on the microbatches one after the other; it is left as it was.
 
-    Not a copy: copying a module drops the hooks on its parameters. Buffers in which layers keep neuron state, and
-    counters, are not compared.
+    Not a copy: copying a module drops the hooks on its parameters. Buffers in which a framework's layers keep neuron
+    state, and counters, are not compared; those of hand-written neurons are compared after the network's own reset.
     """
     dims = [info.batch_dim for info in compiled.source.outputs]
     with frameworks.preserved(module):
@@ -140,6 +140,7 @@ def reference(
         if entry.training:
             loss.backward()
         gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        own_reset(module)
         held = compiled.source.tensors
         buffers = {
             name: buffer.detach().clone()
@@ -149,6 +150,12 @@ def reference(
     if entry.training:
         assert max((float(grad.abs().max()) for grad in gradients.values()), default=0.0) > 1e-6, "no gradient flows"
     return Ran(outputs, loss, gradients, buffers)
+
+
+def own_reset(module: nn.Module) -> None:
+    """The network's own `reset()`, if it has one."""
+    if callable(reset := getattr(module, "reset", None)):
+        reset()
 
 
 def differences(kind: str, want: Mapping[Any, Tensor | None], got: Mapping[Any, Tensor | None]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import OneProcess
 from tests.distributed.test_zoo import is_neuron_state
 from tools.zoo.catalogue import ZOO, Entry
-from tools.zoo.check import TOLERANCES, Outcome, differences, refusal, told
+from tools.zoo.check import TOLERANCES, Outcome, differences, own_reset, refusal, told
 
 
 def step(name: str, **topology: Any) -> dict[str, Any]:
@@ -93,5 +93,6 @@ def expected(name: str, dp: int, per_pipeline: int, microbatches: int) -> list[d
 
 
 def state_of(module: nn.Module, entry: Entry) -> dict[str, Tensor]:
-    """The state_dict without membranes."""
+    """The state_dict without a framework's membranes, after the network's own reset."""
+    own_reset(module)
     return {key: value for key, value in module.state_dict().items() if not is_neuron_state(module, key)}
