@@ -56,7 +56,9 @@ class SimulatedRun:
         Raises:
             VerifyError: ranks that hold the same tensor have different gradients.
         """
-        return {parts[0][0].name: _gathered_gradient(parts) for parts in self._by_name() if parts[0][0].requires_grad}
+        learned = [parts for parts in self._by_name() if parts[0][0].requires_grad]
+        largest = max((_peak(x.grad) for parts in learned for _, x in parts if x.grad is not None), default=0.0)
+        return {parts[0][0].name: _gathered_gradient(parts, largest) for parts in learned}
 
     def buffers(self) -> dict[str, Tensor]:
         """Every tensor that is no parameter, as it is after the run.
@@ -187,7 +189,7 @@ def _gathered(parts: Sequence[tuple[TensorSlice, Tensor]]) -> Tensor:
     return _agreed(slices[0].name, "value", tensors)
 
 
-def _gathered_gradient(parts: Sequence[tuple[TensorSlice, Tensor]]) -> Tensor | None:
+def _gathered_gradient(parts: Sequence[tuple[TensorSlice, Tensor]], largest: float) -> Tensor | None:
     slices, tensors = [part for part, _ in parts], [tensor for _, tensor in parts]
     if all(tensor.grad is None for tensor in tensors):
         return None
@@ -196,13 +198,21 @@ def _gathered_gradient(parts: Sequence[tuple[TensorSlice, Tensor]]) -> Tensor | 
         return join(grads, slices[0].dim, [part.pieces for part in slices])
     if slices[0].partial_gradient:
         return torch.stack(grads).sum(0)
-    return _agreed(slices[0].name, "gradient", grads)
+    return _agreed(slices[0].name, "gradient", grads, largest)
 
 
-def _agreed(name: str, what: str, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensor that all ranks hold alike (to rounding: a rank's own sums may be ordered otherwise)."""
+def _peak(x: Tensor) -> float:
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def _agreed(name: str, what: str, tensors: Sequence[Tensor], largest: float = 0.0) -> Tensor:
+    """The tensor that all ranks hold alike (to rounding: a rank's own sums may be ordered otherwise).
+
+    `largest` is the largest value of its kind, which the gradient of a bias in front of a BatchNorm, zero but for
+    rounding, is measured by.
+    """
     for rank, tensor in enumerate(tensors[1:], 1):
-        scale = max(float(tensors[0].abs().max()), 1e-30) if tensors[0].numel() else 1.0
+        scale = max(_peak(tensors[0]), largest, 1e-30)
         limit = 1e-9 if tensor.dtype == torch.float64 else 1e-4
         if tensor.numel() and float((tensor - tensors[0]).abs().max()) > limit * scale:
             raise VerifyError(
