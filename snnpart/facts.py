@@ -115,7 +115,10 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a node costs at the example batch. Times in microseconds, sizes in bytes; backward included apart."""
+    """What a node costs at the example batch. Times in microseconds, sizes in bytes; backward included apart.
+
+    `launch_us` is what of `forward_us`, and of `backward_us` where there is one, does not shrink with the work.
+    """
 
     flops: float = 0.0
     read: float = 0.0
@@ -124,10 +127,29 @@ class Cost:
     backward_flops: float = 0.0
     forward_us: float = 0.0
     backward_us: float = 0.0
+    launch_us: float = 0.0
 
     @property
     def us(self) -> float:
         return self.forward_us + self.backward_us
+
+    def share(self, ranks: int) -> Cost:
+        """What an equal share of the work costs one of `ranks` ranks: as many launches, less in each."""
+
+        def time(whole: float) -> float:
+            fixed = min(self.launch_us, whole)
+            return fixed + (whole - fixed) / ranks
+
+        return Cost(
+            flops=self.flops / ranks,
+            read=self.read / ranks,
+            written=self.written / ranks,
+            saved=self.saved / ranks,
+            backward_flops=self.backward_flops / ranks,
+            forward_us=time(self.forward_us),
+            backward_us=time(self.backward_us),
+            launch_us=self.launch_us,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import fx
@@ -30,6 +30,7 @@ _SAVES_INPUT = frozenset({"conv", "linear", "matmul", "norm", "surrogate", "leaf
 _SAVES_BOTH = frozenset({"mul", "div", "pow", "maximum", "minimum", "where"})
 _SAVES_RESULT = frozenset({"relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax"})
 _SAVES_MASK = frozenset({"dropout", "clamp", "abs", "hardtanh", "relu6"})
+_ALIASES = kinds.VIEWS | {"grad_all_reduce"}
 _NEURON_STEP_SAVES = 2
 """Values of the input's size that a neuron keeps for each step: membrane before and after the spike."""
 
@@ -112,6 +113,7 @@ def _cost(node: fx.Node, value: Value, work: _Work, profile: MachineProfile, kep
         backward_flops=work.flops * grads,
         forward_us=launching + running,
         backward_us=launching + running * grads if grads else 0.0,
+        launch_us=launching,
     )
 
 
@@ -190,27 +192,45 @@ def _bytes(node: fx.Node) -> float:
 
 def _saved(node: fx.Node, value: Value, kept: set[fx.Node]) -> float:
     """Bytes of values that this node is the first to keep; those of parameters are not counted."""
-    name, kind = name_of(node), kinds.kind_of(node)
+    fresh = [item for item in kept_values(node) if item not in kept]
+    kept.update(fresh)
+    return own_saved(node, value) + sum(_bytes(item) for item in fresh)
+
+
+def own_saved(node: fx.Node, value: Value) -> float:
+    """Bytes that the node makes for backward alone: masks, places of maxima, membranes."""
+    name = name_of(node)
     if name in _SAVES_MASK:
         return float(value.numel)
+    if kinds.kind_of(node) == "leaf":
+        return _NEURON_STEP_SAVES * float(value.bytes)
+    return 8.0 * value.numel * name.startswith("max_pool")
+
+
+def kept_values(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The values, each by the node whose memory it is, that autograd keeps for the backward of `node`."""
+    name = name_of(node)
     keeps: list[fx.Node] = []
     if name in _SAVES_RESULT:
         keeps = [node]
-    elif kind in _SAVES_INPUT or name in _SAVES_BOTH:
+    elif kinds.kind_of(node) in _SAVES_INPUT or name in _SAVES_BOTH:
         keeps = kinds.tensor_inputs(node)
-    own = _NEURON_STEP_SAVES * float(value.bytes) if kind == "leaf" else 8.0 * value.numel * name.startswith("max_pool")
-    return own + sum(_keep(_storage(item), kept) for item in keeps)
+    found = dict.fromkeys(storage(item) for item in keeps if name not in _SAVES_MASK)
+    return tuple(item for item in found if item.op != "get_attr")
 
 
-def _keep(node: fx.Node, kept: set[fx.Node]) -> float:
-    if node in kept or node.op == "get_attr":
-        return 0.0
-    kept.add(node)
-    return _bytes(node)
+def put_saved(graph: fx.Graph) -> None:
+    """Count anew what is saved, after a rewrite that changed what operations read or how large it is."""
+    kept: set[fx.Node] = set()
+    for node in graph.nodes:
+        cost, value = facts.get(node, Cost), first_value(node)
+        if cost is not None and value is not None and cost.launch_us and not isinstance(node.target, Loop):
+            saved = _saved(node, value, kept) if _gradients(node, value) else 0.0
+            facts.put(node, replace(cost, saved=saved))
 
 
-def _storage(node: fx.Node) -> fx.Node:
+def storage(node: fx.Node) -> fx.Node:
     """The node whose memory this value is: views keep their source alive."""
-    while name_of(node) in kinds.VIEWS and node.args and isinstance(node.args[0], fx.Node):
+    while name_of(node) in _ALIASES and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

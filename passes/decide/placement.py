@@ -7,7 +7,7 @@ Variables, with g a group of matrix operations and c a cluster of values (see `l
 
 Objective: predicted time of one step on a rank, forward and backward, with n ranks,
 
-    sum_g  us(g) (y[g, replicate] + (1 - y[g, replicate]) / n)  +  sum_c us(c) (1 - s[c] + s[c] / n)
+    sum_g  us(g) y[g, replicate] + us_n(g) (1 - y[g, replicate])  +  sum_c us(c) (1 - s[c]) + us_n(c) s[c]
   + sum_g  y[g, row] all_reduce(result)                                                 the sum over input channels
   + sum_g  y[g, scatter] (reduce_scatter(result) + gather(its gradient))                each rank keeps its share
   + sum_v  h[v] all_reduce(v)        h[v] >= y[g, column]  for g that read v            gradient of a shared input
@@ -18,15 +18,22 @@ Objective: predicted time of one step on a rank, forward and backward, with n ra
                                      f[v] <= s[c(v)], f[v] <= y[g, column] + z[g] for all g that read v,
                                      f[v] <= sum of y[g, column]; 0 if another operation needs v whole
 
-with d[g] = y[g, column] + y[g, scatter], by which g deals out its result, and z[g] = y[g, row] + y[g, scatter], by
-which it reads its share of the input. gather_bits is the faster of a gather in the value's dtype and one of its bits
-with the kernels that pack them (`snnpart.bits`). In a group of an embedding and a head tied to it, the head's rules are
-those that cut the weight as the embedding's do.
+with us_n the time of an n-th of the work, whose kernels take as long to launch; d[g] = y[g, column] + y[g, scatter], by
+which g deals out its result; and z[g] = y[g, row] + y[g, scatter], by which it reads its share of the input.
+gather_bits is the faster of a gather in the value's dtype and one of its bits with the kernels that pack them
+(`snnpart.bits`). In a group of an embedding and a head tied to it, the head's rules are those that cut the weight as
+the embedding's do.
 
 A cluster that no pin fixes is sharded exactly when one of its producers is: s[c] >= d[g] for g in c and s[c] <= sum of
 these. So the rules of the matrix operations determine everything, and a plan need name only them. h, a, k, p, q and f
 are continuous: at an optimum they equal the bound. Values with the same cluster and readers share one variable, so the
 program does not grow with T.
+
+`memory` adds one constraint, that a rank holds at most so many bytes; `memory` (the module) states it.
+
+Repeated blocks are decided each for itself as long as that is quick (`MANY` groups), since what stands before or behind
+a block may make another choice best there: a chain alternates between column and row whatever its blocks are. In larger
+networks the repetitions of a block share their variables, so that they are solved once.
 
 `objective="time"` minimises this; `"max"` first shards every matrix operation that has a row for it, then minimises the
 time. Whoever asks for tp=2 usually does so for memory, so "max" is the default; on links as slow as a CPU's, "time"
@@ -49,8 +56,9 @@ from snnpart.errors import PlanError
 from snnpart.facts import Cost, Placement, Sharded, Spread, Value
 from snnpart.graph import SpikeGraph, output_node
 from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes, find_lanes, path_of
+from snnpart.passes.decide.memory import OverMemory
 from snnpart.passes.decide.parts import is_tensor_read
-from snnpart.passes.decide.placement_program import Choice, solve
+from snnpart.passes.decide.placement_program import Choice, least_bytes, solve
 from snnpart.passes.decide.rules import R, Row, replicate
 from snnpart.passes.decide.weights import made_of_tensors, rows_of_weights
 from snnpart.plan import Plan
@@ -71,15 +79,48 @@ class DecidePlacement:
     profile: MachineProfile
     pinned: Mapping[str, str] | None = None
     objective: Objective = "max"
+    memory: float | None = None
 
     def run(self, graph: SpikeGraph) -> None:
-        """Raises PlanError: a pinned path does not exist, or cannot have its rule."""
-        if self.tp == 1:
+        """Raises PlanError: a pinned path does not exist, or cannot have its rule, or a rank would hold more than
+        `memory` bytes whatever is sharded."""
+        if self.tp == 1 and self.memory is None:
             return _replicate_all(graph)
-        lanes = find_lanes(graph, self.tp)
+        lanes = find_lanes(graph, self.tp) if self.tp > 1 else Lanes({}, {}, (), (), {}, 1)
         pins = pinned_choice(graph, lanes, self.pinned or {})
-        choice = solve(graph, lanes, self.tp, self.profile, pins, shard_all=self.objective == "max")
-        write_placements(graph, lanes, choice)
+        write_placements(graph, lanes, self._solve(graph, lanes, pins))
+
+    def _solve(self, graph: SpikeGraph, lanes: Lanes, pins: Choice) -> Choice:
+        shard_all = self.objective == "max"
+        try:
+            return solve(graph, lanes, self.tp, self.profile, pins, shard_all=shard_all, memory=self.memory)
+        except OverMemory as over:
+            assert self.memory is not None  # the bound that was broken
+            raise self._refusal(graph, over) from over
+
+    def _refusal(self, graph: SpikeGraph, over: OverMemory) -> PlanError:
+        """What is possible, and what would help: more ranks, or fewer samples."""
+        assert self.memory is not None  # the bound that was broken
+        ways = []
+        for tp in (2 * self.tp, 4 * self.tp, 8 * self.tp):
+            least = sum(least_bytes(graph, find_lanes(graph, tp), tp, self.profile, Choice({}, {})))
+            if least <= self.memory:
+                ways.append(f"tp={tp} (at least {_mb(least)})")
+                break
+        samples = int(graph.batch * (self.memory - over.tensors) / over.saved) if over.saved else 0
+        if samples > 0:
+            ways.append(f"a batch of {samples}")
+        return PlanError(
+            f"a rank holds at least {_mb(over.tensors + over.saved)} with tp={self.tp}: {_mb(over.tensors)} of tensors "
+            f"with gradients and optimizer moments, {_mb(over.saved)} saved for backward of {graph.batch} samples; "
+            f"memory= allows {_mb(self.memory)}",
+            where=f"network '{graph.name}'",
+            fix="try " + " or ".join(ways) if ways else "allow more, or cut the network into pipeline stages",
+        )
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"
 
 
 def apply_shards(graph: SpikeGraph, plan: Plan) -> None:

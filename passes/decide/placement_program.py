@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-from scipy import optimize, sparse
 from torch import fx
 
 from snnpart import facts
 from snnpart.bits import gather_us
 from snnpart.costs import MachineProfile
 from snnpart.errors import PlanError
-from snnpart.facts import Cost, Domain, Partial, Value
+from snnpart.facts import Block, Cost, Domain, Partial, Value
 from snnpart.graph import SpikeGraph
+from snnpart.passes.decide.integer_program import IntegerProgram
 from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes
+from snnpart.passes.decide.memory import OverMemory, bytes_of_rank
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.rules import R, Row
 from snnpart.passes.decide.rules_matrix import data_of
@@ -27,6 +27,10 @@ Reader = tuple[frozenset[int], frozenset[int], frozenset[int]]
 the whole input but gives only part of its gradient."""
 
 
+MANY = 500
+"""From so many groups on, the repetitions of a block are decided alike."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The rule of each group, and whether each cluster is sharded."""
@@ -35,80 +39,110 @@ class Choice:
     states: dict[Cluster, bool]
 
 
-@dataclass
-class _Program:
-    """A mixed-integer program under construction; every variable lies in [0, 1]."""
-
-    costs: list[float] = field(default_factory=list)
-    integer: list[int] = field(default_factory=list)
-    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
-
-    def variable(self, cost: float = 0.0, *, integer: bool = False) -> int:
-        self.costs.append(cost)
-        self.integer.append(int(integer))
-        return len(self.costs) - 1
-
-    def constrain(self, terms: Mapping[int, float], low: float = -np.inf, high: float = np.inf) -> None:
-        self.rows.append((dict(terms), low, high))
-
-    def at_least(self, target: int, terms: Mapping[int, float], constant: float = 0.0) -> None:
-        """target >= terms + constant."""
-        merged: dict[int, float] = defaultdict(float, {target: 1.0})
-        for variable, factor in terms.items():
-            merged[variable] -= factor
-        self.constrain(merged, low=constant)
-
-    def solve(self) -> np.ndarray | None:
-        if not self.costs:
-            return np.zeros(0)
-        entries = [(i, j, v) for i, (terms, _, _) in enumerate(self.rows) for j, v in terms.items()]
-        row, column, value = (np.array(part) for part in zip(*entries)) if entries else (np.zeros(0, int),) * 3
-        matrix = sparse.csr_array((value, (row, column)), shape=(len(self.rows), len(self.costs)))
-        low, high = (np.array([item[k] for item in self.rows]) for k in (1, 2))
-        found = optimize.milp(
-            np.array(self.costs),
-            integrality=np.array(self.integer),
-            bounds=optimize.Bounds(0, 1),
-            constraints=optimize.LinearConstraint(matrix, low, high),
-        )
-        solution: np.ndarray | None = found.x
-        return solution
-
-
 def solve(
-    graph: SpikeGraph, lanes: Lanes, tp: int, profile: MachineProfile, pins: Choice, *, shard_all: bool
+    graph: SpikeGraph,
+    lanes: Lanes,
+    tp: int,
+    profile: MachineProfile,
+    pins: Choice,
+    *,
+    shard_all: bool,
+    memory: float | None = None,
 ) -> Choice:
-    """The best choice under the pins.
+    """The best choice under the pins with which a rank holds at most `memory` bytes.
+
+    Raises:
+        PlanError: the pins contradict each other.
+        OverMemory: every choice holds more.
+    """
+    build = _built(graph, lanes, tp, profile, pins, shard_all)
+    if memory is not None:
+        tensors, saved = bytes_of_rank(graph, build)
+        build.program.constrain(tensors.plus(saved).terms, high=memory - tensors.constant - saved.constant)
+    solution = build.program.solve()
+    if solution is None and memory is not None:
+        raise OverMemory(*least_bytes(graph, lanes, tp, profile, pins, shard_all=shard_all))
+    if solution is None:
+        raise _contradiction(graph)
+    return build.choice(solution)
+
+
+def least_bytes(
+    graph: SpikeGraph, lanes: Lanes, tp: int, profile: MachineProfile, pins: Choice, *, shard_all: bool = False
+) -> tuple[float, float]:
+    """Bytes of tensors and of saved values on a rank under the choice that holds least.
 
     Raises:
         PlanError: the pins contradict each other.
     """
-    build = _Builder(lanes, tp, profile, pins, shard_all)
+    build = _built(graph, lanes, tp, profile, pins, shard_all)
+    tensors, saved = bytes_of_rank(graph, build)
+    solution = build.program.solve(tensors.plus(saved).terms)
+    if solution is None:
+        raise _contradiction(graph)
+    return tensors.at(solution.tolist()), saved.at(solution.tolist())
+
+
+def _contradiction(graph: SpikeGraph) -> PlanError:
+    return PlanError("no placement satisfies the pinned shards", where=graph.name, fix="pin fewer layers")
+
+
+def _built(graph: SpikeGraph, lanes: Lanes, tp: int, profile: MachineProfile, pins: Choice, shard_all: bool) -> Builder:
+    build = Builder(lanes, tp, profile, pins, shard_all)
     for node in graph.graph.nodes:
         build.traffic_of(node)
     build.finish()
-    solution = build.program.solve()
-    if solution is None:
-        raise PlanError("no placement satisfies the pinned shards", where=graph.name, fix="pin fewer layers")
-    rules = {group: max(variables, key=lambda rule: solution[variables[rule]]) for group, variables in build.y.items()}
-    return Choice(rules, {cluster: bool(solution[variable] > 0.5) for cluster, variable in build.s.items()})
+    return build
 
 
-class _Builder:
+class Builder:
     """Turns lanes and costs into the program. Names follow the statement in `placement`."""
 
     def __init__(self, lanes: Lanes, tp: int, profile: MachineProfile, pins: Choice, shard_all: bool) -> None:
         self.lanes, self.tp, self.profile = lanes, tp, profile
         self.group_of, self.cluster_of = lanes.group_of(), lanes.cluster_of()
-        self.program = _Program()
+        self.program = IntegerProgram()
+        self._alike: dict[tuple[object, ...], dict[str, int]] = {}
+        self._ties = len(lanes.groups) >= MANY
+        self._loose = _occurrences(pins)
         self.y = {group: self._group(group, pins.rules.get(group), shard_all) for group in lanes.groups}
         self.s = {cluster: self._cluster(cluster, pins.states.get(cluster)) for cluster in lanes.clusters}
         self._shared: dict[tuple[object, ...], float] = defaultdict(float)
 
+    def choice(self, solution: Sequence[float]) -> Choice:
+        """What a solution says."""
+        rules = {group: max(found, key=lambda rule: solution[found[rule]]) for group, found in self.y.items()}
+        return Choice(rules, {cluster: bool(solution[variable] > 0.5) for cluster, variable in self.s.items()})
+
+    def _variables_of(self, nodes: tuple[fx.Node, ...], costs: Mapping[str, float]) -> tuple[dict[str, int], bool]:
+        """A variable for each of the costs, and whether they are new: where repetitions of a block are decided alike,
+        they share the variables of the first."""
+        places = self._places(nodes) if self._ties else None
+        key = None if places is None else (places, *costs)
+        if key is None or key not in self._alike:
+            variables = {name: self.program.variable(cost, integer=True) for name, cost in costs.items()}
+            if key is not None:
+                self._alike[key] = variables
+            return variables, True
+        variables = self._alike[key]
+        for name, cost in costs.items():
+            self.program.costs[variables[name]] += cost
+        return variables, False
+
+    def _places(self, nodes: tuple[fx.Node, ...]) -> tuple[object, ...] | None:
+        """Where the nodes are in a repeated block; None where one is in none, or in one that a pin touches."""
+        blocks = [facts.get(node, Block) for node in nodes]
+        found = [block for block in blocks if block is not None and (block.name, block.index) not in self._loose]
+        if len(found) < len(blocks) or len({(block.name, block.index) for block in found}) != 1:
+            return None
+        return (found[0].name, *(block.position for block in found))
+
     def _group(self, group: Group, pinned: str | None, shard_all: bool) -> dict[str, int]:
-        us = _us(group.nodes)
-        costs = {rule: us / self.tp + self._sums(group, rule) for rule in group.rows} | {REPLICATE: us}
-        variables = {rule: self.program.variable(costs[rule], integer=True) for rule in group.rules}
+        whole, share = _us(group.nodes), _us(group.nodes, self.tp)
+        costs = {rule: share + self._sums(group, rule) for rule in group.rows} | {REPLICATE: whole}
+        variables, new = self._variables_of(group.nodes, costs)
+        if not new:
+            return variables
         self.program.constrain(dict.fromkeys(variables.values(), 1.0), 1.0, 1.0)
         if pinned is not None:
             self.program.constrain({variables[pinned]: 1.0}, low=1.0)
@@ -132,9 +166,12 @@ class _Builder:
         return frozenset(self.y[self.group_of[node]][rule] for rule in rules)
 
     def _cluster(self, cluster: Cluster, pinned: bool | None) -> int:
-        us = _us(cluster.followers)
+        saved = _us(cluster.followers) - _us(cluster.followers, self.tp)
         inside = [spread for node in cluster.followers for spread in self._inside(node)]
-        state = self.program.variable(us / self.tp - us + sum(inside), integer=True)
+        variables, new = self._variables_of((*cluster.matrices, *cluster.followers), {"s": sum(inside) - saved})
+        state = variables["s"]
+        if not new:
+            return state
         columns = {
             variable
             for node in cluster.matrices
@@ -162,7 +199,7 @@ class _Builder:
 
     def traffic_of(self, node: fx.Node) -> None:
         """Messages between the node's result and what reads it. Collected by (kind, cluster, readers)."""
-        cluster = self.cluster_of.get(node)
+        cluster = self.s[self.cluster_of[node]] if node in self.cluster_of else None
         matrices = [user for user in node.users if user in self.group_of and data_of(user) is node]
         names = frozenset(self._reader(user) for user in matrices)
         if carries_gradient(node):
@@ -192,7 +229,7 @@ class _Builder:
     def finish(self) -> None:
         """Turn the collected messages into variables and constraints."""
         for (kind, cluster, readers), cost in self._shared.items():
-            state = {self.s[cluster]: 1.0} if isinstance(cluster, Cluster) else {}
+            state = {cluster: 1.0} if isinstance(cluster, int) else {}
             if readers is None:
                 self.program.at_least(self.program.variable(cost), state)
             elif kind == "f":
@@ -242,5 +279,14 @@ class _Builder:
         return self.profile.all_reduce_us("tp", value_bytes(node), self.tp)
 
 
-def _us(nodes: Iterable[fx.Node]) -> float:
-    return sum(cost.us for node in nodes if (cost := facts.get(node, Cost)) is not None)
+def _us(nodes: Iterable[fx.Node], ranks: int = 1) -> float:
+    """Microseconds of the nodes on a rank that does its share of each."""
+    costs = (cost for node in nodes if (cost := facts.get(node, Cost)) is not None)
+    return sum(cost.share(ranks).us if ranks > 1 else cost.us for cost in costs)
+
+
+def _occurrences(pins: Choice) -> set[tuple[str, int]]:
+    """The repetitions of blocks that pins touch."""
+    pinned = [node for group in pins.rules for node in group.nodes]
+    pinned += [node for cluster in pins.states for node in (*cluster.matrices, *cluster.followers)]
+    return {(block.name, block.index) for node in pinned if (block := facts.get(node, Block)) is not None}

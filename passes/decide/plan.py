@@ -48,7 +48,8 @@ def decide(
     per_rank = schedules.stages_per_rank(schedule, pp, stages_per_rank)
     work = graph.copy()
     pins = {**pins_for(graph, tp, shard or {}), **(pinned.shards if pinned else {})}
-    DecidePlacement(tp, profile, pins, objective).run(work)
+    whole = memory if pp == 1 and memory else None  # with stages the cut keeps the bound
+    DecidePlacement(tp, profile, pins, objective, whole).run(work)
     DecideStages(
         pp * per_rank, profile, tp, pinned.stages if pinned else None, per_rank, None if pinned else split_at
     ).run(work)

@@ -18,6 +18,7 @@ from snnpart.explain import Alternative, Why
 from snnpart.facts import Cost
 from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.lanes import REPLICATE, Lanes, find_lanes, path_of
+from snnpart.passes.decide.memory import OverMemory
 from snnpart.passes.decide.placement import Objective, apply_shards, pinned_choice, write_placements
 from snnpart.passes.decide.placement_program import solve
 from snnpart.passes.rewrite.shard_channels import shard_for_rank
@@ -50,7 +51,7 @@ def why(
         if rule == taken:
             found.append(_chosen(rule, chosen, asked.get(path)))
         else:
-            other = _best_with(work, {**asked, path: rule}, plan.tp, profile, objective)
+            other = _best_with(work, {**asked, path: rule}, plan, profile, objective)
             found.append(_other(rule, other, chosen, objective, asked.get(path)))
     missing = tuple(Alternative(rule, None, 0.0, 0, f"unavailable: {reason}") for rule, reason in reasons.items())
     return Why(path, taken, (*found, *missing), _forbids(objective, taken, rules))
@@ -102,17 +103,21 @@ def _chosen(rule: str, costs: _Costs, asked: str | None) -> Alternative:
 
 
 def _best_with(
-    graph: SpikeGraph, pins: Mapping[str, str], tp: int, profile: MachineProfile, objective: Objective
+    graph: SpikeGraph, pins: Mapping[str, str], plan: Plan, profile: MachineProfile, objective: Objective
 ) -> _Costs | str:
     """What the best plan under the pins costs; the reason when there is none."""
     work = graph.copy()
-    lanes = find_lanes(work, tp)
+    lanes = find_lanes(work, plan.tp)
+    memory = plan.memory if plan.memory and plan.pp == 1 else None
     try:
-        choice = solve(work, lanes, tp, profile, pinned_choice(work, lanes, pins), shard_all=objective == "max")
+        pinned = pinned_choice(work, lanes, pins)
+        choice = solve(work, lanes, plan.tp, profile, pinned, shard_all=objective == "max", memory=memory)
     except PlanError as error:
         return error.what
+    except OverMemory as over:
+        return f"a rank would hold {over}, more than memory={plan.memory}"
     write_placements(work, lanes, choice)
-    return _Costs.of(work, tp, profile)
+    return _Costs.of(work, plan.tp, profile)
 
 
 def _other(rule: str, costs: _Costs | str, chosen: _Costs, objective: Objective, asked: str | None) -> Alternative:

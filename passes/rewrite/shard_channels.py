@@ -33,6 +33,7 @@ from snnpart.facts import Cost, Domain, Origin, Partial, Placement, Replicated, 
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.ops_time import leaf_paths
+from snnpart.passes.analyze.cost import put_saved
 from snnpart.passes.rewrite.local_sizes import local_arguments
 
 R = Replicated()
@@ -139,6 +140,7 @@ class _Rewrite:
             else:
                 self.made[node] = self._copy(node)
                 self._forget_written(node)
+        put_saved(self.graph)
         return self.graph
 
     def _forget_written(self, node: fx.Node) -> None:
@@ -271,9 +273,7 @@ class _Rewrite:
         if values is not None:
             facts.put(new, Values(_local_items(values.items, spread, rank)))
         if cost is not None and split:
-            share = 1 / self.options.tp
-            numbers = {name: getattr(cost, name) * share for name in Cost.__dataclass_fields__}
-            facts.put(new, replace(cost, **numbers))
+            facts.put(new, cost.share(self.options.tp))
 
 
 def _whole_readers(graph: fx.Graph) -> set[tuple[fx.Node, int | None]]:
