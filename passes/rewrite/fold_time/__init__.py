@@ -32,8 +32,8 @@ from snnpart.passes.rewrite.canonicalize import sweep
 from snnpart.passes.rewrite.fold_time import parts as parts_of
 from snnpart.passes.rewrite.fold_time import steps as steps_of
 from snnpart.passes.rewrite.fold_time import totals, views
-from snnpart.passes.rewrite.fold_time.columns import Columns, match
-from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter, Unplaced
+from snnpart.passes.rewrite.fold_time.columns import Column, Columns, match
+from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter, Unplaced, carries_gradient
 from snnpart.passes.rewrite.fold_time.parts import Entangled, Part
 from snnpart.passes.rewrite.fold_time.sequential import emit_loop
 from snnpart.passes.rewrite.fold_time.steps import Steps
@@ -81,12 +81,21 @@ def _fold(graph: SpikeGraph, steps: Steps) -> str:
 def _replace(graph: SpikeGraph, columns: Columns, parts: list[Part]) -> None:
     """Put the graph of the parts in the place of the graph."""
     if columns.columns:
+        for column in columns.columns:
+            _mark_gradient(column)
         emitter = Emitter(graph.graph, columns)
         for part in parts:
             _emit(emitter, part)
         _take_all_steps(graph, parts)
         sweep(emitter.graph)
         graph.graph = emitter.graph
+
+
+def _mark_gradient(column: Column) -> None:
+    """The model stands for all steps, also for those that carry a gradient where it carries none."""
+    value = facts.get(column.model, Value)
+    if value is not None and carries_gradient(column.nodes):
+        facts.put(column.model, replace(value, requires_grad=True))
 
 
 def _without(node: fx.Node, parts: list[Part]) -> dict[fx.Node, str]:

@@ -6,7 +6,7 @@ step; views between merged and stacked are made where they are needed, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,12 @@ def over_samples(value: Any, steps: int) -> Any:
     if isinstance(value, Values):
         return Values(over_samples(value.items, steps))
     return tuple(over_samples(item, steps) for item in value) if isinstance(value, tuple) else value
+
+
+def carries_gradient(nodes: Iterable[fx.Node | None]) -> bool:
+    """Whether any step's value does: some may be computed without one (`torch.no_grad`), others not."""
+    values = (facts.get(node, Value) for node in nodes if node is not None)
+    return any(value is not None and value.requires_grad for value in values)
 
 
 class Unplaced(Exception):
@@ -148,8 +154,9 @@ class Emitter:
             return folded.once if folded.once is not None else folded
         key = (column, path)
         if key not in self.gathered:
-            items = [self.value(dict(slots(one or column.model))[path]) for one in column.nodes]
-            value = facts.need(node, Value)
+            sources = [dict(slots(one or column.model))[path] for one in column.nodes]
+            items = [self.value(source) for source in sources]
+            value = replace(facts.need(node, Value), requires_grad=carries_gradient(sources))
             stacked = self.add(torch.stack, (items, 0), over_steps(value, self.steps), node)
             self.gathered[key] = Folded(value, stacked=stacked)
         return self.gathered[key]
