@@ -319,6 +319,16 @@ class RunningProgram:
         return self._state.gradients()
 
     @property
+    def stage(self) -> Stage:
+        """This rank's part of the network."""
+        return self._stage
+
+    @property
+    def full_state(self) -> FullState:
+        """The network's tensors, whole."""
+        return self._state
+
+    @property
     def notices(self) -> Sequence[str]:
         """What a user should know: weights taken from rank 0, graphs compiled again."""
         return self._signatures.notices

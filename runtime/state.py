@@ -44,6 +44,15 @@ class FullState:
         nowhere = set(self._infos) - set(self._owner)
         self._idle = {name: values[name].detach().cpu().clone() for name in self._infos if name in nowhere}
 
+    @property
+    def idle(self) -> Mapping[str, Tensor]:
+        """The stored tensors that no stage uses, by the user's names."""
+        return {name: tensor for name, tensor in self._idle.items() if _is_state(self._infos[name])}
+
+    def stores(self, name: str) -> bool:
+        """Whether the user's `state_dict()` holds the tensor, or training changes it."""
+        return name in self._infos and _is_state(self._infos[name])
+
     def state_dict(self) -> dict[str, Tensor]:
         """Full tensors on the CPU under the keys of the user's state_dict."""
         names = [name for name, info in self._infos.items() if _is_state(info)]
@@ -124,6 +133,12 @@ class FullState:
                 target.to_local().copy_(ops.select_pieces(local, 0, own))
             else:
                 target.copy_(local)
+
+
+def dp_rows(x: DTensor, ranks: Ranks) -> tuple[int, int]:
+    """The rows of dim 0 that this rank holds of a tensor that FSDP2 has sharded."""
+    ((first, last),) = _dp_pieces(x, ranks)[ranks.at.dp]
+    return first, last
 
 
 def _dp_pieces(x: DTensor, ranks: Ranks) -> list[Pieces]:
