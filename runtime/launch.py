@@ -7,11 +7,12 @@ hang. A program runs once at a time: a second launch would train two copies of t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from snnpart.errors import ConfigError, LaunchError
 from snnpart.program import CompiledProgram
@@ -22,6 +23,7 @@ from snnpart.runtime.ranks import join
 from snnpart.runtime.running import RunningProgram
 from snnpart.runtime.settings import Settings
 from snnpart.runtime.signatures import Specialise
+from snnpart.runtime.values import ResetParameters, Source, take_values
 from snnpart.windows import Cut
 
 TIMEOUT = timedelta(minutes=10)
@@ -44,6 +46,7 @@ def launch(
     carry: bool = False,
     cut: Cut | None = None,
     carrier: Carrier | None = None,
+    values: Source | ResetParameters | None = None,
 ) -> RunningProgram:
     """Start `compiled` on all ranks; without torchrun, on this process alone. Collective.
 
@@ -63,6 +66,8 @@ def launch(
         carry: keep neuron state between steps; `reset` drops it.
         cut: train a sequence as windows of time, the state of one, without its graph, the start of the next.
         carrier: compiles the network with its hand-written state as inputs and outputs.
+        values: where the tensors come from instead of the model: a mapping of names to tensors, the path of a
+            checkpoint, or a function of name, shape and dtype; each rank keeps its slices only (`runtime.values`).
 
     Raises:
         LaunchError: the program runs already, the device is not there, or ranks hold different programs.
@@ -80,14 +85,18 @@ def launch(
         cut=cut,
         carrier=carrier,
     )
-    running = _start(compiled, settings, _device(compiled, device), specialise)
+    running = _start(compiled, settings, _device(compiled, device), specialise, values)
     if verify and expected is not None:
         expected(running)
     return running
 
 
 def _start(
-    compiled: CompiledProgram, settings: Settings, device: torch.device, specialise: Specialise | None
+    compiled: CompiledProgram,
+    settings: Settings,
+    device: torch.device,
+    specialise: Specialise | None,
+    source: Source | ResetParameters | None,
 ) -> RunningProgram:
     """Groups, agreement of the ranks on program and weights, and the running program."""
     earlier = _running.get(id(compiled))
@@ -95,7 +104,12 @@ def _start(
         raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
     ranks = join(compiled.plan.pp, compiled.plan.tp, device=device, timeout=settings.timeout)
     check_fingerprints(compiled, ranks)
-    values, taken = agree_on_values({name: info.tensor for name, info in compiled.source.tensors.items()}, ranks)
+    taken, values = False, {name: info.tensor for name, info in compiled.source.tensors.items()}
+    if source is not None:
+        values = take_values(compiled, compiled.of_rank(ranks.at.pp, ranks.at.tp), ranks, source)
+    else:
+        _refuse_blank(values)
+        values, taken = agree_on_values(values, ranks)
     running = RunningProgram(compiled, ranks, values, settings, specialise)
     if taken:
         running.notice("the ranks held different weights; all start from those of rank 0")
@@ -103,12 +117,22 @@ def _start(
     return running
 
 
+def _refuse_blank(values: Mapping[str, Tensor]) -> None:
+    blank = [name for name, x in values.items() if x.is_meta]
+    if blank:
+        raise ConfigError(
+            f"{blank[:5]} are on the meta device: they have no values",
+            fix="give launch(values=...): a state_dict, its file, or a function of name, shape and dtype",
+        )
+
+
 def _device(compiled: CompiledProgram, asked: torch.device | str | None) -> torch.device:
-    """The device asked for, else the kind of device the network is on."""
+    """The device asked for, else the kind of device the network is on; CUDA for a meta model where there is one."""
     if asked is not None:
         try:
             return torch.device(asked)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device={asked!r} is not a device", choices=("cpu", "cuda", "cuda:0")) from error
     kinds = {info.tensor.device.type for info in compiled.source.tensors.values()}
-    return torch.device("cuda" if "cuda" in kinds else "cpu")
+    nowhere = kinds == {"meta"} and torch.cuda.is_available()
+    return torch.device("cuda" if "cuda" in kinds or nowhere else "cpu")

@@ -40,6 +40,10 @@ class Between(Protocol):
     def end(self, number: int, size: int, paths: Iterable[str]) -> None: ...
 
 
+class Taken(dict[str, Tensor]):
+    """Values that are this rank's already: cut, on its device, and its own (see `runtime.values`)."""
+
+
 class StageModule(Body):
     """A body that can be wrapped by DDP or FSDP2: its forward runs whichever bound graph it is given."""
 
@@ -74,14 +78,18 @@ class Stage:
         *,
         split: bool = False,
     ) -> None:
-        """`values` holds the user's full tensors by name; `split` says that backward comes in halves."""
+        """`values` holds the user's full tensors by name, or this rank's (`Taken`); `split` says that backward comes in
+        halves."""
         self.indices, self.device, self._split = tuple(program.stage for program in programs), device, split
         self.slices = {part.name: part for program in programs for part in program.tensors}
         self.stage_of = {part.name: program.stage for program in programs for part in program.tensors}
-        tensors = {part.name: local_copy(part, values[part.name], device) for part in self.slices.values()}
+        own = isinstance(values, Taken)
+        tensors = {
+            name: values[name] if own else local_copy(part, values[name], device) for name, part in self.slices.items()
+        }
         self.leaves = {path: _clone(path, program, tensors) for program in programs for path in program.leaves}
-        own = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
-        self.module = StageModule(own, self.leaves)
+        held = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
+        self.module = StageModule(held, self.leaves)
         self.paths = _paths(self.module, tensors)
         self.between: Between | None = None
         self._launched: SpikeGraph | None = None

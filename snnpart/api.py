@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from snnpart import gate as gates
+from snnpart.blank import is_blank
 from snnpart.carrier import StateCarrier
 from snnpart.compilation import Options, Shard, Verify, compile_program, steps_of
 from snnpart.costs import MachineProfile, default_profile
@@ -282,9 +283,13 @@ class ParallelProgram:
 
     def _launch(self, options: Mapping[str, Any]) -> RunningProgram:
         from snnpart.runtime.launch import launch
+        from snnpart.runtime.values import ResetParameters
 
-        expected = self._check_running if self.options.verify == "full" else None
-        own = {"specialise": self._specialise, "expected": expected, "carry": self.options.state == "carry"}
+        blank = is_blank(self.model)
+        comparable = self.options.verify == "full" and not blank and options.get("values") is None
+        expected = self._check_running if comparable else None
+        own: dict[str, Any] = {"specialise": self._specialise, "expected": expected}
+        own |= {"carry": self.options.state == "carry", "values": ResetParameters(self.model) if blank else None}
         return launch(self.compiled, **{**own, "cut": self._cut, "carrier": self._carrier(), **options})
 
     def _carrier(self) -> StateCarrier:

@@ -45,9 +45,10 @@ def blank_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake tensor with shape, strides, dtype, device and gradient of a real one.
 
     `mode.from_tensor` does more (views, hooks, subclasses) and takes ten times as long. To be called outside the mode.
+    A meta tensor, which is on no device yet, stands for one on the CPU.
     """
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    blank: Tensor = FakeTensor(mode, empty, tensor.device)
+    blank: Tensor = FakeTensor(mode, empty, torch.device("cpu") if tensor.is_meta else tensor.device)
     return blank.requires_grad_() if tensor.requires_grad else blank
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from snnpart import gate as gates
 from snnpart import simulate
+from snnpart.blank import NOT_COMPARED, is_blank, settle_lazy
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.errors import ConfigError
 from snnpart.graph import SpikeGraph
@@ -96,6 +98,10 @@ def compile_program(
     `cut=False`: the inputs are one microbatch, which is not cut again, so that it may be the only size that works.
     """
     check_finite(inputs)
+    settle_lazy(model, _one_step(inputs, options), options.reset)
+    blank = is_blank(model)
+    if blank:
+        options = replace(options, verify="off")
     profile = options.profile or default_profile()
     graph = trace_model(model, inputs, options, model.training if training is None else training)
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
@@ -124,12 +130,21 @@ def compile_program(
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
-    notices = (*chosen.notices, *_averaged_outputs(graph, decided.microbatches))
+    notices = (*chosen.notices, *_averaged_outputs(graph, decided.microbatches), *((NOT_COMPARED,) if blank else ()))
     compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))
     simulate.dry_run(compiled)
     if options.verify == "full":
         report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
     return compiled, None if report is None else replace(report, reference=None)
+
+
+def _one_step(inputs: Any, options: Options) -> Any:
+    """What one call of the model is given: step 0 of inputs with a time dim where it computes one step a call."""
+    if options.time_steps is None:
+        return inputs
+    times = iter(input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims).time)
+    first = lambda x, dim: x if dim is None else x.select(dim, 0)  # noqa: E731
+    return pytree.tree_map(lambda x: first(x, next(times)) if isinstance(x, Tensor) else x, inputs)
 
 
 def _check_cut(graph: SpikeGraph, plan: Plan) -> None:

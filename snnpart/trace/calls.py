@@ -59,7 +59,8 @@ class ExampleCall:
             shape = list(info.shape)
             if info.batch_dim is not None and batch is not None:
                 shape[info.batch_dim] = batch
-            made.append(torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad))
+            device = "cpu" if like.is_meta else like.device
+            made.append(torch.empty(shape, dtype=like.dtype, device=device, requires_grad=like.requires_grad))
         return made
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
