@@ -23,10 +23,10 @@ def holds_state(leaf: nn.Module) -> bool:
     return any(adapter_for(module).state_names(module) for module in leaf.modules())
 
 
-def take_state(leaf: nn.Module) -> State:
-    """The leaf's state without its autograd graph."""
+def take_state(leaf: nn.Module, *, detach: bool = True) -> State:
+    """The leaf's state, without its autograd graph unless `detach` is False."""
     return {
-        (path, name): _detached(_held(module)[name])
+        (path, name): _detached(_held(module)[name]) if detach else _copied(_held(module)[name])
         for path, module in leaf.named_modules()
         for name in adapter_for(module).state_names(module)
         if name in _held(module)
@@ -76,6 +76,10 @@ def _number(fresh: Any) -> float | None:
 
 def _held(module: nn.Module) -> Mapping[str, Any]:
     return {**vars(module), **module._buffers}
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _detached(value: Any) -> Any:

@@ -1,0 +1,223 @@
+"""fuse-neurons: a norm, the neuron that reads it, and the addition behind become one operation (`ops_fused`).
+
+It works on the graphs of stages, after channels are dealt out and collectives stand in them, when the plan says so
+(`Plan.fuse`): a fused node is one kernel forward and at most two backward, and keeps x for backward where the separate
+operations keep x, the norm's result, and the membrane of every step.
+
+A neuron is fused if its step can be recorded and written as a kernel (`neuron_step`, `step_code`). What is taken along:
+
+- before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum;
+- the views between, if they merge or split [T, N];
+- behind it an addition of a value of the same shape, if nothing else reads the spikes.
+
+What stays as it is, is named with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from snnpart import facts, ops
+from snnpart.costs import MachineProfile
+from snnpart.facts import Cost, Origin, State, Value
+from snnpart.frameworks import adapter_for
+from snnpart.graph import LeafInfo
+from snnpart.neuron_scan import start_number, step_of
+from snnpart.neuron_step import StepError
+from snnpart.ops_fused import FusedNeuron, scan_input
+from snnpart.ops_time import Loop, leaf_paths
+
+NAME = "fuse-neurons"
+_VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
+
+
+def fuse_neurons(
+    graph: fx.Graph, leaves: Mapping[str, LeafInfo], profile: MachineProfile, *, state: str = "float32"
+) -> tuple[str, ...]:
+    """Fuse what can be in a stage graph, in place; why each other neuron stays.
+
+    Args:
+        state: the dtype that membranes are rounded to from step to step.
+    """
+    stays: list[str] = []
+    for scan in [node for node in graph.nodes if _is_scan(node, leaves)]:
+        try:
+            _check(scan, leaves)
+            _fuse(graph, _chain(scan), profile, state)
+        except StepError as error:
+            stays.append(f"{facts.place(scan)} is not fused: {error}")
+    return tuple(stays)
+
+
+def _is_scan(node: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
+    if node.op == "call_module":
+        info = leaves[str(node.target)]
+        return info.neuron and adapter_for(info.module).time_dim(info.module) is not None
+    return isinstance(node.target, Loop)
+
+
+def _check(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> None:
+    """StepError unless a kernel can be generated for the scan."""
+    _check_form(scan, leaves)
+    step_of(scan, {path: leaves[path].module for path in leaf_paths(scan)})
+
+
+def _check_form(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> None:
+    state = facts.get(scan, State)
+    if state is not None and state.of > 1:
+        raise StepError(f"it is called {state.of} times, with state handed on")
+    if scan.op == "call_module":
+        module = leaves[str(scan.target)].module
+        if adapter_for(module).time_dim(module) != 0:
+            raise StepError("time is not the first dim of its input")
+        if len(scan.args) != 1 or scan.kwargs:
+            raise StepError("it is given more than its input")
+        if facts.get(scan, Value) is None:
+            raise StepError("it has several results")
+        return
+    _check_loop(scan)
+
+
+def _check_loop(scan: fx.Node) -> None:
+    sequences, fixed, carried = scan.args
+    if len(sequences) != 1:  # type: ignore[arg-type]
+        raise StepError(f"its loop goes through {len(sequences)} sequences")  # type: ignore[arg-type]
+    if len({user.args[1] for user in scan.users}) != 1 or len(scan.users) != 1:
+        raise StepError("several results of its loop are used")
+    if scan.target.keep[next(iter(scan.users)).args[1]] != "all":  # type: ignore[union-attr, index]
+        raise StepError("only its last step is used")
+    shape = facts.need(scan_input(scan), Value).shape
+    for item in fixed:  # type: ignore[union-attr]
+        value = facts.get(item, Value) if isinstance(item, fx.Node) else None
+        if value is not None and not _is_parameter(value.shape, shape[1:]):
+            raise StepError(f"each step reads a tensor of shape {value.shape}, which is no number for each channel")
+    for item in carried:  # type: ignore[union-attr]
+        if isinstance(item, tuple):
+            raise StepError("its first state is given from outside")
+
+
+def _is_parameter(shape: tuple[int, ...], step: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape is one number, or one for each channel (dim 1 of a step)."""
+    numel = int(torch.Size(shape).numel())
+    if numel == 1:
+        return True
+    padded = (1,) * (len(step) - len(shape)) + shape
+    return len(step) > 1 and len(padded) == len(step) and numel == padded[1] == step[1]
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The nodes of a region in order, its scan, and where x comes in."""
+
+    nodes: tuple[fx.Node, ...]
+    scan: fx.Node
+
+
+def _chain(scan: fx.Node) -> _Chain:
+    before, norm = [], _norm_before(scan)
+    if norm is not None:
+        before = [norm, *_views_to(scan_input(scan), norm)]
+    made = [scan] if scan.op == "call_module" else [scan, next(iter(scan.users))]
+    starts = [n for n in scan.all_input_nodes if start_number(n) is not None and len(n.users) == 1]
+    return _Chain((*before, *starts, *made, *_addition_behind(made[-1])), scan)
+
+
+def _views_to(node: fx.Node, norm: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    while node is not norm:
+        found.insert(0, node)
+        node = node.args[0]  # type: ignore[assignment]
+    return found
+
+
+def _norm_before(scan: fx.Node) -> fx.Node | None:
+    """The BatchNorm whose only reader, through views, is the scan."""
+    node: Any = scan_input(scan)
+    while _splits_time(node) and len(node.users) == 1:
+        node = node.args[0]
+    if node.target is not ops.batch_norm or len(node.users) != 1 or node.args[7] is None:
+        return None
+    return node  # type: ignore[no-any-return]
+
+
+def _splits_time(node: Any) -> bool:
+    """Whether a node is a view that only merges or splits the two leading dims."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in _VIEWS:
+        return False
+    given = facts.get(node.args[0], Value) if isinstance(node.args[0], fx.Node) else None
+    made = facts.get(node, Value)
+    if given is None or made is None or abs(len(given.shape) - len(made.shape)) > 1:
+        return False
+    short, long = sorted((given.shape, made.shape), key=len)
+    if len(short) == len(long):
+        return short == long
+    return short[0] == long[0] * long[1] and short[1:] == long[2:]
+
+
+def _addition_behind(node: fx.Node) -> list[fx.Node]:
+    """The views and the addition that alone read a neuron's result; nothing where there is no such addition."""
+    passed: list[fx.Node] = []
+    while len(node.users) == 1:
+        (user,) = node.users
+        if _splits_time(user):
+            passed.append(user)
+        elif user.target is torch.add and _is_plain_addition(user):
+            return [*passed, user]
+        else:
+            break
+        node = user
+    return []
+
+
+def _is_plain_addition(node: fx.Node) -> bool:
+    values = [facts.get(item, Value) if isinstance(item, fx.Node) else None for item in node.args]
+    same = len(values) == 2 and values[0] is not None and values[1] is not None and values[0].shape == values[1].shape
+    return same and node.args[0] is not node.args[1] and not node.kwargs
+
+
+def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, state: str) -> None:
+    end = chain.nodes[-1]
+    inputs = list(dict.fromkeys(n for node in chain.nodes for n in node.all_input_nodes if n not in chain.nodes))
+    region, mapping = fx.Graph(), {}
+    for node in inputs:
+        mapping[node] = region.placeholder(node.name)
+        mapping[node].meta = dict(node.meta)
+    for node in chain.nodes:
+        mapping[node] = region.node_copy(node, mapping.__getitem__)
+    region.output((mapping[end],))
+    steps = facts.need(scan_input(chain.scan), Value).shape[0]
+    with graph.inserting_after(end):
+        fused = graph.call_function(FusedNeuron(region, steps, state), tuple(inputs))
+    fused.meta = dict(end.meta)
+    origin = facts.get(chain.scan, Origin) or Origin()
+    facts.put(fused, replace(origin, made_by=NAME), _cost(chain, inputs, end, profile))
+    end.replace_all_uses_with(fused)
+    for node in reversed(chain.nodes):
+        graph.erase_node(node)
+
+
+def _cost(chain: _Chain, inputs: list[fx.Node], end: fx.Node, profile: MachineProfile) -> Cost:
+    """One kernel forward, which reads its inputs and writes its result; backward reads x and the gradient twice."""
+    read, made = sum(_bytes(inputs)), facts.need(end, Value)
+    costs = [cost for node in chain.nodes if (cost := facts.get(node, Cost)) is not None]
+    flops, back = sum(cost.flops for cost in costs), sum(cost.backward_flops for cost in costs)
+    saved = facts.need(scan_input(chain.scan), Value).bytes if any(cost.saved for cost in costs) else 0
+    moved = 5.0 * made.bytes if back else 0.0
+    return Cost(
+        flops=flops,
+        read=read,
+        written=made.bytes,
+        saved=saved,
+        backward_flops=back,
+        forward_us=profile.kernel_us(flops, read + made.bytes, made.dtype),
+        backward_us=2 * profile.launch_us + profile.kernel_us(back, moved, made.dtype) if back else 0.0,
+    )
+
+
+def _bytes(nodes: list[fx.Node]) -> Iterator[float]:
+    yield from (value.bytes for node in nodes if (value := facts.get(node, Value)) is not None)

@@ -1,0 +1,99 @@
+"""Mean and variance of every channel over a batch, and the update of BatchNorm's running statistics.
+
+Two kernels: each program of the first goes down some rows of some channels with Welford's update in every lane (one
+pass, no cancellation), and leaves count, mean and squared deviations; the second puts these together by Chan's formula
+and updates the running statistics. Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+from snnpart.runtime.kernels.tiles import Tiles
+
+if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
+
+    def _partial_stats(  # type: ignore[no-untyped-def]
+        x, parts, rows, channels, inner, tiles, INNER: tl.constexpr, R: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):  # fmt: skip
+        ch = tl.program_id(1) * B + tl.arange(0, B)
+        count = tl.zeros([R, B], CT)
+        mean = tl.zeros([R, B], CT)
+        squares = tl.zeros([R, B], CT)
+        for tile in range(tiles):
+            row = ((tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * tiles + tile) * R + tl.arange(0, R)
+            mask = (row < rows)[:, None] & (ch < channels)[None, :]
+            place = row * channels if INNER == 1 else (row // inner) * (channels * inner) + row % inner
+            at = place[:, None] + (ch if INNER == 1 else ch * inner)[None, :]
+            value = tl.load(x + at, mask=mask, other=0.0).to(CT)
+            count += mask.to(CT)
+            change = tl.where(mask, value - mean, 0.0)
+            mean += change / tl.maximum(count, 1.0)
+            squares += change * tl.where(mask, value - mean, 0.0)
+        whole = tl.sum(count, axis=0)
+        middle = tl.sum(count * mean, axis=0) / tl.maximum(whole, 1.0)
+        away = mean - middle[None, :]
+        total = tl.sum(squares + count * away * away, axis=0)
+        programs = tl.num_programs(0)
+        at_part = tl.program_id(0) * channels + ch
+        tl.store(parts + at_part, whole, mask=ch < channels)
+        tl.store(parts + programs * channels + at_part, middle, mask=ch < channels)
+        tl.store(parts + 2 * programs * channels + at_part, total, mask=ch < channels)
+
+    def _final_stats(  # type: ignore[no-untyped-def]
+        parts, mean, var, running_mean, running_var, programs, channels, momentum, TRACK: tl.constexpr,
+        P: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
+    ):  # fmt: skip
+        ch = tl.program_id(0) * B + tl.arange(0, B)
+        own = ch < channels
+        program = tl.arange(0, P)
+        mask = (program < programs)[:, None] & own[None, :]
+        at = program[:, None] * channels + ch[None, :]
+        count = tl.load(parts + at, mask=mask, other=0.0)
+        middle = tl.load(parts + programs * channels + at, mask=mask, other=0.0)
+        squares = tl.load(parts + 2 * programs * channels + at, mask=mask, other=0.0)
+        n = tl.sum(count, axis=0)
+        m = tl.sum(count * middle, axis=0) / tl.maximum(n, 1.0)
+        away = middle - m[None, :]
+        total = tl.sum(squares + count * away * away, axis=0)
+        tl.store(mean + ch, m, mask=own)
+        tl.store(var + ch, total / tl.maximum(n, 1.0), mask=own)
+        if TRACK:
+            before = tl.load(running_mean + ch, mask=own).to(CT)
+            after = before + momentum * (m - before)
+            tl.store(running_mean + ch, after.to(running_mean.dtype.element_ty), mask=own)
+            before_var = tl.load(running_var + ch, mask=own).to(CT)
+            after_var = before_var + momentum * (total / tl.maximum(n - 1.0, 1.0) - before_var)
+            tl.store(running_var + ch, after_var.to(running_var.dtype.element_ty), mask=own)
+
+    partial_stats, final_stats = triton.jit(_partial_stats), triton.jit(_final_stats)
+
+
+def batch_stats(
+    x: Tensor, tiles: Tiles, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance [C] of x over everything but channels; running statistics are updated in place.
+
+    x lies in memory as `tiles` says, with all steps among its rows.
+    """
+    compute = torch.float64 if x.dtype is torch.float64 else torch.float32
+    parts = x.new_empty((3, tiles.programs, tiles.channels), dtype=compute)
+    mean, var = x.new_empty((2, tiles.channels), dtype=compute)
+    partial_stats[tiles.grid](
+        x, parts, tiles.rows, tiles.channels, tiles.inner, tiles.tiles, **tiles.constants(compute), num_warps=4
+    )  # fmt: skip
+    columns = 8
+    final_stats[(triton.cdiv(tiles.channels, columns),)](
+        parts, mean, var, mean if running_mean is None else running_mean, var if running_var is None else running_var,
+        tiles.programs, tiles.channels, momentum, running_mean is not None, triton.next_power_of_2(tiles.programs),
+        columns, tiles.compute(compute), num_warps=4,
+    )  # fmt: skip
+    return mean, var

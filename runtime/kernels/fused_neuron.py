@@ -1,0 +1,262 @@
+"""Runs a fused neuron on the GPU: one kernel forward, one or two backward, generated from the neuron's own step.
+
+The reference is the region itself (`ops_fused`), which is what runs on the CPU. Kernels compute in float32 (float64
+where x is), whatever x's dtype: x and the spikes are bfloat16 under autocast, the membranes are not. Kept for backward
+are x and two numbers a channel; of sequences longer than `neuron_code.CHUNK` also the states at the start of each
+chunk.
+
+x may be [T*N, ...] or [T, N, ...], contiguous or with channels last; the result has x's memory order. Nothing here
+waits for the device, so that a step can be captured.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snnpart import facts, ops_fused
+from snnpart.facts import Value
+from snnpart.neuron_scan import leaf_name, step_of_region
+from snnpart.neuron_step import NeuronStep
+from snnpart.ops_fused import FusedNeuron
+from snnpart.ops_time import leaf_paths
+from snnpart.runtime.kernels.batch_stats import batch_stats
+from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
+from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_ROUND = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}
+_WARPS = 4
+
+
+def available() -> bool:
+    """Whether kernels can be generated here."""
+    return triton is not None
+
+
+class Fused:
+    """A fused neuron bound over a module: call it with the values of the region's placeholders."""
+
+    def __init__(self, target: FusedNeuron, module: nn.Module) -> None:
+        self.target, self._module = target, module
+        self._parts = ops_fused.parts(target.region)
+        self._dims = len(facts.need(ops_fused.scan_input(self._parts.scan), Value).shape)
+        places = {node: i for i, node in enumerate(n for n in target.region.nodes if n.op == "placeholder")}
+        self._places: dict[Any, int] = dict(places.items())
+        self._leaves = {leaf_name(i): path for i, path in enumerate(leaf_paths(self._parts.scan))}
+
+    @cached_property
+    def step(self) -> NeuronStep:
+        """The neuron's step, recorded when the node first runs."""
+        return step_of_region(self.target, self._module)
+
+    def __call__(self, *args: Any) -> Tensor:
+        x, residual = args[self._places[self._parts.x]], self._value(self._parts.residual, args)
+        x = x.flatten(0, 1) if x.dim() == self._dims else x
+        p = tuple(self._parameter(name, args) for name in self.step.parameters)
+        norm = None if self._parts.norm is None else self._norm(args)
+        call = _Call(self.step, self.target, norm, self._parts.stacked, x, residual, p)
+        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+        y: Tensor = _Apply.apply(call, call.x, call.residual, weight, bias, *p)
+        return y.view(call.shape)
+
+    def _value(self, item: Any, args: Sequence[Any]) -> Any:
+        return args[self._places[item]] if item in self._places else item
+
+    def _parameter(self, name: str, args: Sequence[Any]) -> Tensor:
+        """A tensor that each step reads: the i-th fixed value of the loop, or a leaf's."""
+        if name.isdigit():
+            found: Tensor = self._value(self._parts.scan.args[1][int(name)], args)  # type: ignore[index]
+            return found
+        leaf, _, inside = name.partition(".")
+        path, _, own = f"{self._leaves[leaf]}.{inside}".rpartition(".")
+        return getattr(self._module.get_submodule(path), own)  # type: ignore[no-any-return]
+
+    def _norm(self, args: Sequence[Any]) -> _Norm:
+        assert self._parts.norm is not None
+        return _Norm(*(self._value(item, args) for item in self._parts.norm.args[1:]))
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """The arguments of `ops.batch_norm` behind x."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    counter: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+    @property
+    def batch(self) -> bool:
+        """Whether the batch's own statistics are used."""
+        return self.training or self.running_mean is None
+
+
+class _Call:
+    """One call: x [T*N, ...] as the kernels take it, the kernels' form, tiles, and BatchNorm's numbers."""
+
+    def __init__(
+        self, step: NeuronStep, target: FusedNeuron, norm: _Norm | None, stacked: bool, x: Tensor, residual: Any, p: Any
+    ) -> None:
+        self.step, self.norm, self.steps = step, norm, target.steps
+        self.x = x if inner_of(x) is not None else x.contiguous()
+        self.inner = inner_of(self.x)
+        outer, rest = x.shape[0] // self.steps, x.shape[1:]
+        self.shape = (self.steps, outer, *rest) if stacked else (self.steps * outer, *rest)
+        self.residual = None if residual is None else self.like_x(residual)
+        self.channelled = tuple(value.numel() > 1 for value in p)
+        self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
+        self.state = "" if target.state == "float32" else target.state
+
+    def like_x(self, value: Tensor) -> Tensor:
+        """The value as a merged tensor in x's memory order."""
+        flat = value.reshape(self.x.shape)
+        return flat if flat.stride() == self.x.stride() else torch.empty_like(self.x, dtype=flat.dtype).copy_(flat)
+
+    def form(self, learned: tuple[bool, ...]) -> Form:
+        norm = self.norm
+        return Form(
+            steps=self.steps,
+            norm=norm is not None,
+            affine=norm is not None and norm.weight is not None,
+            batch=norm is not None and norm.batch,
+            residual=self.residual is not None,
+            channelled=self.channelled,
+            learned=learned,
+            state=self.state,
+        )
+
+    def tiles(self, steps: int, size: int, *, sums: bool) -> Tiles:
+        """Tiles over 1 / `steps` of x."""
+        inner = 1 if self.channels == 1 else self.inner or 1
+        rows = self.x.numel() // (steps * self.channels)
+        return tiles_for(rows, self.channels, inner, size, self.x.numel(), sums=sums)
+
+
+def _size(form: Form) -> int:
+    """Numbers in a tile: fewer where more steps stand in registers."""
+    return 1024 if form.chunk <= 4 else 512
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, residual: Any, weight: Any, bias: Any, *p: Tensor) -> Tensor:
+        ctx.call, form = call, call.form((False,) * len(p))
+        mean, var = _statistics(call, form)
+        tiles = call.tiles(form.steps, _size(form), sums=False)
+        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        y = torch.empty_like(x, dtype=dtype)
+        keeps = form.chunks > 1 and any(ctx.needs_input_grad)
+        compute = torch.float64 if x.dtype is torch.float64 else torch.float32
+        kept = x.new_empty((form.chunks - 1, call.step.states, x.numel() // form.steps) if keeps else 1, dtype=compute)
+        kernel = _kernel(forward_source(call.step, form), "forward")
+        kernel[tiles.grid](
+            x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(call, tiles),
+            **tiles.constants(compute), ROUND=_ROUND[compute], KEEP=keeps, num_warps=_WARPS,
+        )  # fmt: skip
+        ctx.save_for_backward(x, kept, mean, var, weight, bias, *p)
+        ctx.residual = None if residual is None else residual.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        call: _Call = ctx.call
+        x, kept, mean, var, weight, bias, *p = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        form = call.form(tuple(needs[5:]))
+        dy = call.like_x(dy)
+        launch = _Backward(call, form, (x, kept, mean, var, weight, bias), tuple(p), dy)
+        sums, dx = launch.run()
+        named = dict(zip(form.sums, sums, strict=True))
+        grads = [_parameter_grad(named.get(f"sum_p{i}"), value) for i, value in enumerate(p)]
+        affine = (named["sum_dyx"].to(weight.dtype), named["sum_dy"].to(bias.dtype)) if form.affine else (None, None)
+        passed = None if ctx.residual is None else dy.to(ctx.residual)
+        return (None, dx, passed, *affine, *grads)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The kernels of one backward."""
+
+    call: _Call
+    form: Form
+    saved: tuple[Any, ...]
+    p: tuple[Tensor, ...]
+    dy: Tensor
+
+    def run(self) -> tuple[Sequence[Tensor], Tensor]:
+        """The sums over channels, in the form's order, and x's gradient."""
+        if not self.form.sums:
+            return (), self._launch(None, write=True, reduce=False)[1]
+        if not self.form.batch:
+            return self._launch(None, write=True, reduce=True)
+        sums, _ = self._launch(None, write=False, reduce=True)
+        return sums, self._launch(sums, write=True, reduce=False)[1]
+
+    def _launch(self, sums: Tensor | None, *, write: bool, reduce: bool) -> tuple[Tensor, Tensor]:
+        call, (x, kept, *norm) = self.call, self.saved
+        tiles = call.tiles(self.form.steps, _size(self.form), sums=reduce)
+        compute = torch.float64 if x.dtype is torch.float64 else torch.float32
+        dx = torch.empty_like(x) if write else x
+        parts = x.new_empty((len(self.form.sums), tiles.programs, tiles.channels) if reduce else 1, dtype=compute)
+        kernel = _kernel(backward_source(call.step, self.form, write=write, reduce=reduce), "backward")
+        count = float(x.numel() // tiles.channels)
+        kernel[tiles.grid](
+            x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
+            *_sizes(call, tiles), count, tiles.tiles, **tiles.constants(compute), ROUND=_ROUND[compute],
+            num_warps=_WARPS,
+        )  # fmt: skip
+        return parts.sum(1) if reduce else parts, dx
+
+
+def _or(x: Tensor, *values: Tensor | None) -> list[Tensor]:
+    """The tensors, and x where a kernel that does not read it is given a pointer all the same."""
+    return [x if value is None else value for value in values]
+
+
+def _sizes(call: _Call, tiles: Tiles) -> tuple[Any, ...]:
+    step = tiles.rows * tiles.channels
+    return step, tiles.rows, tiles.channels, tiles.inner, call.norm.eps if call.norm is not None else 0.0
+
+
+def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:
+    """The mean and variance that BatchNorm uses, with its counter and running statistics brought up to date."""
+    norm = call.norm
+    if norm is None or not form.batch:
+        return (None, None) if norm is None else (norm.running_mean, norm.running_var)
+    if norm.training and norm.counter is not None:
+        norm.counter.add_(1)
+    tracked = (norm.running_mean, norm.running_var) if norm.training else (None, None)
+    return batch_stats(call.x, call.tiles(1, 1024, sums=True), *tracked, norm.momentum)
+
+
+def _parameter_grad(sums: Tensor | None, value: Tensor) -> Tensor | None:
+    if sums is None:
+        return None
+    return (sums if value.numel() > 1 else sums.sum()).reshape(value.shape).to(value.dtype)
+
+
+@cache
+def _kernel(source: str, name: str) -> Any:
+    """The Triton function of a text. Texts have no file: `linecache` is where Triton finds their lines."""
+    file = f"<snnpart kernel {abs(hash(source))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"tl": tl, "__name__": __name__}
+    exec(compile(source, file, "exec"), scope)
+    return triton.jit(scope[name])

@@ -1,0 +1,134 @@
+"""The scan inside a fused neuron's region, and its recorded step, made once for layers that are configured alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from snnpart import facts, frameworks
+from snnpart.errors import SnnpartError
+from snnpart.facts import Value
+from snnpart.neuron_step import NeuronStep, Scan, Start, StepError, scan_of_leaf, scan_of_loop, trace_step
+from snnpart.ops_fused import FusedNeuron, parts, scan_input
+from snnpart.ops_time import Loop, leaf_paths
+from snnpart.step_code import check_code
+from snnpart.text.nodes import print_fx
+
+_FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
+_EXAMPLE = 0.5
+_known: dict[str, NeuronStep | str] = {}
+
+
+def step_of_region(target: FusedNeuron, module: nn.Module) -> NeuronStep:
+    """The step of a fused neuron whose leaves hang in `module` under their paths.
+
+    Raises:
+        StepError: it has none, or none that can be written as a kernel.
+    """
+    scan = parts(target.region).scan
+    leaves = {path: module.get_submodule(path) for path in leaf_paths(scan)}
+    return step_of(scan, leaves)
+
+
+def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
+    """The step of a scan node, a neuron layer's or a loop's, over its leaves; StepError as above."""
+    loop, own = _plain(scan, leaves)
+    key = _key(scan, loop, own)
+    found = None if key is None else _known.get(key)
+    if found is None:
+        try:
+            found = trace_step(_scan(scan, loop, own), len(facts.need(scan_input(scan), Value).shape) - 1)
+            check_code(found)
+        except StepError as error:
+            found = str(error)
+        if key is not None:
+            _known[key] = found
+    if isinstance(found, str):
+        raise StepError(found)
+    return found
+
+
+def _plain(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> tuple[Loop | None, dict[str, nn.Module]]:
+    """The scan's loop and its leaves under names that do not depend on where they are in the network."""
+    names = {path: leaf_name(i) for i, path in enumerate(leaf_paths(scan))}
+    loop = scan.target if isinstance(scan.target, Loop) else None
+    if loop is not None:
+        graphs = [_renamed(graph, names) for graph in loop.graphs]
+        loop = replace(loop, body=graphs[0], first=graphs[1] if len(graphs) > 1 else None)
+    return loop, {name: leaves[path] for path, name in names.items()}
+
+
+def leaf_name(index: int) -> str:
+    """The name under which a step's parameters know the scan's leaf number `index`."""
+    return f"leaf{index}"
+
+
+def _renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, {}))
+    for node in made.nodes:
+        if node.op == "call_module":
+            node.target = names[str(node.target)]
+    return made
+
+
+def _key(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> str | None:
+    """A text that is equal for equal scans; None where a leaf is no data."""
+    try:
+        encoded = [(name, json.dumps(frameworks.encode_leaf(leaf), default=str)) for name, leaf in leaves.items()]
+    except SnnpartError:
+        return None
+    dims = len(facts.need(scan_input(scan), Value).shape)
+    if loop is None:
+        return repr((dims, encoded))
+    graphs = [print_fx(graph, with_facts=False, with_origin=False) for graph in loop.graphs]
+    _, fixed, carried = scan.args
+    return repr((dims, encoded, graphs, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan)))  # type:
+    ignore[arg - type]
+
+
+def _result(scan: fx.Node) -> int:
+    """Which result of a loop is used."""
+    (index,) = {user.args[1] for user in scan.users}
+    return int(index)  # type: ignore[arg-type]
+
+
+def _scan(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> Scan:
+    if loop is None:
+        ((name, leaf),) = leaves.items()
+        return scan_of_leaf(name, leaf)
+    _, fixed, carried = scan.args
+    return scan_of_loop(loop, leaves, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan))  # type:
+    ignore[arg - type]
+
+
+def _fixed(item: Any) -> Any:
+    """An example of a value that every step is given."""
+    return torch.full((1,), _EXAMPLE) if isinstance(item, fx.Node) else item
+
+
+def _start(item: Any) -> Any:
+    """What a loop is first given as state: nothing, an empty tensor, or one number everywhere."""
+    if not isinstance(item, fx.Node):
+        return item
+    value = facts.get(item, Value)
+    if value is not None and value.numel == 0:
+        return Start(None)
+    number = start_number(item)
+    if number is None:
+        raise StepError("its first state is computed outside the loop")
+    return Start(number)
+
+
+def start_number(node: fx.Node) -> float | None:
+    """The number that a tensor is filled with where it is made; None where it is not made so."""
+    name = str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in ("full", "full_like", "new_full"):
+        value: Any = node.args[-1] if len(node.args) > 1 else node.kwargs.get("fill_value")
+        return float(value) if isinstance(value, (int, float)) else None
+    return _FILLS.get(name)

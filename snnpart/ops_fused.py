@@ -1,0 +1,109 @@
+"""`FusedNeuron`: a norm, all steps of a neuron, and the addition behind it, as one operation of a stage graph.
+
+The node holds what it replaces as a graph of its own, the *region*, which defines what it computes: whoever runs the
+node without a kernel runs the region. A region is a chain
+
+    [ops.batch_norm] -> [views] -> a neuron layer that takes all steps, or a loop -> [views] -> [add]
+
+with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. `parts` says which node
+is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from snnpart import facts, ops
+from snnpart.errors import LaunchError
+from snnpart.facts import Value
+from snnpart.graph import output_node
+from snnpart.ops_time import Loop
+
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class FusedNeuron:
+    """Computes `region`, whose neuron takes `steps` steps, with states rounded to the dtype `state` in a kernel.
+
+    `over(bind)` is the region as a function over a module's leaves.
+    """
+
+    region: fx.Graph
+    steps: int
+    state: str = "float32"
+
+    def __post_init__(self) -> None:
+        """fx prints a target by these three names, which an instance does not have by itself."""
+        for name, value in (("__name__", "fused_neuron"), ("__module__", __name__), ("__qualname__", "fused_neuron")):
+            object.__setattr__(self, name, value)
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        return (self.region,)
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """Every node of the region."""
+        yield from self.region.nodes
+
+    def over(self, bind: Callable[[fx.Graph], Callable[..., tuple[Any, ...]]]) -> Callable[..., Tensor]:
+        """The region as a function whose neuron layers are those `bind` knows."""
+        run = bind(self.region)
+
+        def call(*args: Any) -> Tensor:
+            found: Tensor = run(*args)[0]
+            return found
+
+        return call
+
+    def __call__(self, *args: Any) -> Tensor:
+        raise LaunchError("a fused neuron was called outside its network", fix="run the graph through Body.bind")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which node of a region is which. `x` and `residual` are placeholders; `stacked`: the result is [T, N, ...]."""
+
+    x: fx.Node
+    norm: fx.Node | None
+    scan: fx.Node
+    result: int
+    residual: fx.Node | None
+    stacked: bool
+
+
+def parts(region: fx.Graph) -> Parts:
+    """The parts of a region."""
+    (end,) = output_node(region).all_input_nodes
+    chain = [node for node in region.nodes if node.op not in ("placeholder", "output")]
+    norm = next((node for node in chain if node.target is ops.batch_norm), None)
+    scan = next(node for node in chain if node.op == "call_module" or isinstance(node.target, Loop))
+    taken = next((node for node in chain if node.args and node.args[0] is scan and isinstance(scan.target, Loop)), None)
+    add = end if end.target is torch.add else None
+    sequence = scan_input(scan)
+    return Parts(
+        x=_back_to(sequence if norm is None else norm.args[0]),
+        norm=norm,
+        scan=scan,
+        result=0 if taken is None else int(taken.args[1]),  # type: ignore[arg-type]
+        residual=next((n for n in add.all_input_nodes if n.op == "placeholder"), None) if add is not None else None,
+        stacked=len(facts.need(end, Value).shape) == len(facts.need(sequence, Value).shape),
+    )
+
+
+def scan_input(scan: fx.Node) -> fx.Node:
+    """The sequence that a neuron layer or a loop goes through."""
+    found: Any = scan.args[0] if scan.op == "call_module" else scan.args[0][0]  # type: ignore[index]
+    return found  # type: ignore[no-any-return]
+
+
+def _back_to(node: Any) -> fx.Node:
+    """The placeholder that a chain of views begins at."""
+    while node.op != "placeholder":
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
