@@ -281,6 +281,16 @@ class ParallelProgram:
             return LazyProgram(self, {"optimizer": optimizer, **options})
         return self._launch({"optimizer": optimizer, **options})
 
+    def measured_profile(self) -> MachineProfile:
+        """The machine profile with the times of this network's own operations, measured here on the example batch.
+
+        Compile again with `profile=` it to have stages cut by what they take. All ranks must be given the same one
+        (`MachineProfile.to_json`): their plans would differ otherwise.
+        """
+        from snnpart.measure import with_kernels
+
+        return with_kernels(self.options.profile or default_profile(), self.compiled.source, self._example)
+
     def _launch(self, options: Mapping[str, Any]) -> RunningProgram:
         from snnpart.runtime.launch import launch
         from snnpart.runtime.values import ResetParameters

@@ -21,8 +21,10 @@ from snnpart.errors import ConfigError
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims, tensor_leaves
 from snnpart.mesh import Mesh
-from snnpart.pass_manager import PassManager
+from snnpart.pass_manager import Pass, PassManager
 from snnpart.passes import ANALYZE, REWRITE
+from snnpart.passes.analyze.cost import AnalyzeCost
+from snnpart.passes.analyze.kernels import MeasuredTimes
 from snnpart.passes.decide import decide
 from snnpart.passes.decide.microbatches import decide_microbatches
 from snnpart.passes.lower import lower
@@ -109,7 +111,7 @@ def compile_program(
         name for name, wanted in ((FoldTime.name, options.fold), (HoistInvariant.name, options.hoist)) if not wanted
     }
     rewrites = [item for item in REWRITE if item.name not in left_out]
-    records = PassManager((*rewrites, *ANALYZE)).run(graph)
+    records = PassManager((*rewrites, *analyses(profile))).run(graph)
     chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
     )
@@ -145,6 +147,12 @@ def _one_step(inputs: Any, options: Options) -> Any:
     times = iter(input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims).time)
     first = lambda x, dim: x if dim is None else x.select(dim, 0)  # noqa: E731
     return pytree.tree_map(lambda x: first(x, next(times)) if isinstance(x, Tensor) else x, inputs)
+
+
+def analyses(profile: MachineProfile) -> tuple[Pass, ...]:
+    """The analyses, with times for this machine."""
+    usual = tuple(AnalyzeCost(profile) if isinstance(item, AnalyzeCost) else item for item in ANALYZE)
+    return (*usual, MeasuredTimes(profile)) if profile.kernels or profile.scales else usual
 
 
 def _check_cut(graph: SpikeGraph, plan: Plan) -> None:

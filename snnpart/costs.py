@@ -45,7 +45,9 @@ class MachineProfile:
     """One rank's speed and its links.
 
     `flops` gives flop/s of matrix products by dtype name (`float32`), `copy` bytes/s read plus written by an
-    element-wise kernel, `launch_us` the fixed time of one kernel, `links` the link of each mesh axis.
+    element-wise kernel, `launch_us` the fixed time of one kernel, `links` the link of each mesh axis. `kernels`:
+    microseconds of forward and backward of single operations as they were measured (`snnpart.measure`), by their text;
+    `scales`: how many times longer than by the roofline operations of a kind took, forward and backward.
     """
 
     name: str
@@ -53,6 +55,8 @@ class MachineProfile:
     copy: float
     launch_us: float
     links: Mapping[str, Link] = field(default_factory=dict)
+    kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -101,7 +105,11 @@ class MachineProfile:
             if version != VERSION:
                 raise ConfigError(f"profile version {version!r} is not {VERSION}")
             links = {axis: Link(**link) for axis, link in data.pop("links", {}).items()}
-            return cls(links=links, **data)
+            measured = {
+                name: {key: (float(there), float(back)) for key, (there, back) in data.pop(name, {}).items()}
+                for name in ("kernels", "scales")
+            }
+            return cls(links=links, **measured, **data)
         except (json.JSONDecodeError, TypeError, AttributeError) as error:
             fields = sorted(cls.__dataclass_fields__)
             raise ConfigError(f"this is not a machine profile: {error}", choices=fields) from error
