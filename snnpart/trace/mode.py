@@ -4,7 +4,7 @@ In the order in which a call is looked at:
 
     a query (shape, dtype, dim)              answered
     asks for data (`if t:`, `t.item()`)      TraceError, unless it is a constant of the network
-    iteration, batch_norm, ...               a handler of its own
+    iteration, masks, batch_norm, ...        a handler of its own
     writes in place                          its twin is recorded, and the written tensor gets the twin's node
     everything else                          run on fakes; recorded when a tensor comes out
 """
@@ -21,9 +21,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from snnpart.compat import DATA_DEPENDENT, FakeTensor, version
-from snnpart.trace import inplace, sizes, spelling, writes
+from snnpart.errors import TraceError
+from snnpart.trace import inplace, results, sizes, spelling, writes
 from snnpart.trace.cells import Call, Called, How
 from snnpart.trace.flags import TrainingFlag
+from snnpart.trace.indexing import basic_view
+from snnpart.trace.masked import Selected, is_mask
 from snnpart.trace.norms import record_batch_norm
 from snnpart.trace.recorder import Recorder
 
@@ -64,7 +67,7 @@ class RecordingMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.recorder.paused:
-            return function(*args, **kwargs)
+            return self._unrecorded(function, args, kwargs)
         if function in QUERIES:
             answer = function(*args, **kwargs)
             return sizes.watched(answer, self.recorder.asked) if function in _SIZES else answer
@@ -78,6 +81,13 @@ class RecordingMode(TorchFunctionMode):
         written = writes.written_by(called)
         return self._compute(called) if written is None else inplace.write(self.recorder, called, written, self.run)
 
+    def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call inside an autograd.Function, which is one node: its result alone."""
+        called = Called(function, getattr(function, "__name__", ""), args, kwargs, [])
+        if not results.may_be_known(function) or writes.written_by(called) is not None:
+            return function(*args, **kwargs)
+        return self.recorder.results.of(function, args, kwargs, lambda: function(*args, **kwargs))[0]
+
     def _on_fakes(self, called: Called) -> Called:
         """The call with every tensor replaced by its fake, which are its `inputs`."""
         inputs: list[Tensor] = []
@@ -90,6 +100,8 @@ class RecordingMode(TorchFunctionMode):
             fake = self.recorder.fake(value)
             inputs.append(fake)
             return fake
+        if isinstance(value, Selected):
+            value.refuse()
         kind = type(value)
         if kind is tuple:
             return tuple([self._fakes(item, inputs) for item in value])
@@ -107,6 +119,8 @@ class RecordingMode(TorchFunctionMode):
             args = tuple(True if isinstance(arg, TrainingFlag) else arg for arg in args)
         if any(isinstance(value, TrainingFlag) for value in kwargs.values()):
             kwargs = {key: True if isinstance(value, TrainingFlag) else value for key, value in kwargs.items()}
+        if function is torch.Tensor.__getitem__ and (view := basic_view(*args)) is not None:
+            return view
         try:
             if args and isinstance(args[0], Tensor) and not _needs_mode(function):
                 return function(*args, **kwargs)
@@ -114,12 +128,33 @@ class RecordingMode(TorchFunctionMode):
                 return function(*args, **kwargs)
         except DATA_DEPENDENT as error:
             name = getattr(function, "__name__", "")
-            raise self.recorder.error(
-                f"'{name}' gives a result, or a shape, that depends on the data",
-                "use an operation whose shape is fixed (torch.where, a mask), or move this out of forward",
-            ) from error
+            raise self._depends_on_data(name) from error
+
+    def _depends_on_data(self, name: str) -> TraceError:
+        return self.recorder.error(
+            f"'{name}' gives a result, or a shape, that depends on the data",
+            "use an operation whose shape is fixed (torch.where, a mask), or move this out of forward",
+        )
 
     def _compute(self, called: Called) -> Any:
+        function, args, kwargs = called.function, called.args, called.kwargs
+        if results.may_be_known(function):
+            out, known = self.recorder.results.of(function, args, kwargs, lambda: self._checked(called))
+            if known:
+                self._emit(called, out)
+                return out
+        else:
+            out = self._checked(called)
+        if isinstance(out, Tensor):
+            if any(out is tensor for tensor in called.inputs):
+                return self._same(called, out)
+        elif not _holds_tensor(out):
+            return out
+        self._emit(called, out)
+        return out
+
+    def _checked(self, called: Called) -> Any:
+        """The result on fakes of a call that should write into none of its arguments."""
         versions = [version(tensor) for tensor in called.inputs]
         out = self.run(called.function, called.args, called.kwargs)
         if any(version(tensor) != before for tensor, before in zip(called.inputs, versions, strict=True)):
@@ -129,17 +164,15 @@ class RecordingMode(TorchFunctionMode):
         if called.name in _ONE_DTYPE and len({tensor.dtype for tensor in called.inputs}) > 1:
             dtypes = " and ".join(str(tensor.dtype).removeprefix("torch.") for tensor in called.inputs)
             raise RuntimeError(f"{called.name} needs operands of one dtype, but got {dtypes}")
-        if isinstance(out, Tensor):
-            if any(out is tensor for tensor in called.inputs):
-                return self._same(called, out)
-        elif not _holds_tensor(out):
-            return out
+        return out
+
+    def _emit(self, called: Called, out: Any) -> None:
+        """Record the call as a node."""
         spelled = spelling.spell(called)
         how = How(spelled.name, called.args[1:], called.kwargs)
         detached = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in called.inputs)
         call = Call(how, called.inputs, out, detached)
         self.recorder.emit(spelled.op, spelled.target, spelled.args, spelled.kwargs, call)
-        return out
 
     def _same(self, called: Called, out: Tensor) -> Tensor:
         """A call that gave its argument back leaves no node, except `contiguous`: at other sizes it makes a copy."""
@@ -163,6 +196,24 @@ class RecordingMode(TorchFunctionMode):
 
     def _iterate(self, called: Called) -> Any:
         return iter(self.__torch_function__(torch.unbind, (), (called.args[0], 0)))
+
+    def _select(self, called: Called) -> Any:
+        x, index = called.args
+        if not is_mask(x, index):
+            return NotImplemented
+        return Selected(self.recorder.fake(x), self.recorder.fake(index), self._depends_on_data(called.name))
+
+    def _assign(self, called: Called) -> Any:
+        """`x[mask] = value` for a mask of x's shape: x becomes another tensor's values."""
+        x, index, value = called.args
+        single = not isinstance(value, Tensor) or value.dim() == 0
+        if not is_mask(x, index) or not (single or isinstance(value, Selected)):
+            return NotImplemented
+        if isinstance(value, Selected):
+            filled = self.__torch_function__(torch.where, (), (index, value.whole(self.recorder.fake(index)), x))
+        else:
+            filled = self.__torch_function__(torch.Tensor.masked_fill, (), (x, index, value))
+        return self.__torch_function__(torch.Tensor.copy_, (), (x, filled))
 
     def _deepcopy(self, called: Called) -> Any:
         return self.__torch_function__(torch.clone, (), (called.args[0],))
@@ -203,6 +254,8 @@ class RecordingMode(TorchFunctionMode):
 
     _handlers: dict[str, Callable[[RecordingMode, Called], Any]] = {
         "__iter__": _iterate,
+        "__getitem__": _select,
+        "__setitem__": _assign,
         "__deepcopy__": _deepcopy,
         "backward": _refuse,
         "grad": _refuse,

@@ -25,6 +25,7 @@ from snnpart.trace import places
 from snnpart.trace.calls import ExampleCall
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.leaves import Modules
+from snnpart.trace.masked import Selected
 from snnpart.trace.mode import RecordingMode
 from snnpart.trace.modules import modules_recorded, where
 from snnpart.trace.recorder import Recorder
@@ -87,7 +88,7 @@ class FlagRefused(Exception):
 
 def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
     model = request.model
-    with _usual_modes(), _collector_paused(), preserved(model):
+    with _usual_modes(), preserved(model):
         reset_state(model, request.reset, request.states)
         if batch is not None and request.call.batch not in (None, batch):
             tell_batch(model, batch, request.call.batch)
@@ -121,7 +122,7 @@ def _usual_modes() -> Iterator[None]:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Without the cyclic garbage collector, which would walk the growing graph again and again."""
     enabled = gc.isenabled()
     gc.disable()
@@ -259,6 +260,8 @@ def _outputs(recorder: Recorder, out: Any) -> tuple[tuple[str, ...], pytree.Tree
             nodes.append(recorder.node(leaf))
         elif isinstance(leaf, (int, float, str, bool, type(None))):
             constants[position] = plain(leaf)
+        elif isinstance(leaf, Selected):
+            leaf.refuse()
         else:
             raise TraceError(
                 f"forward returns a {type(leaf).__name__}, which no graph can hold",

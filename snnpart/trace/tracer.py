@@ -17,7 +17,7 @@ from snnpart.graph import Assumption, BatchGuard, OutputInfo, SpikeGraph, Tensor
 from snnpart.trace import batches
 from snnpart.trace.batches import BatchMatters
 from snnpart.trace.calls import ExampleCall, example_call
-from snnpart.trace.session import Recording, Request, record
+from snnpart.trace.session import Recording, Request, collector_paused, record
 
 _USUAL_BATCHES = (*range(1, 257), 10_000)
 
@@ -55,7 +55,8 @@ def trace(
     call = example_call(model, example_inputs, in_dims, time_dims)
     _check_time(call, time_steps)
     request = Request(model, call, training, time_steps, reset)
-    traced = _record_for_all_batches(request)
+    with collector_paused():
+        traced = _record_for_all_batches(request)
     recording, batch = traced.recording, call.batch if call.batch is not None else 1
     return SpikeGraph(
         name=name or type(model).__name__,
@@ -145,7 +146,7 @@ def _record_for_all_batches(request: Request) -> Traced:
 def _two(request: Request, first: Recording, other: int) -> tuple[Request, Recording, Recording]:
     """The recordings at both batch sizes, in which the same buffers are state, and how they were made.
 
-    A buffer may hold the tensor of an earlier window. One size takes that for a stored tensor, another shows what it is:
+    A buffer may hold the tensor of an earlier window. One size takes it for a stored tensor, another shows what it is:
     its shape changes, or forward fails until the buffer is reset.
     """
     try:
