@@ -1,8 +1,8 @@
 """Triton expressions for the operations of a recorded step (`neuron_step`).
 
-`write_step` prints a graph of element-wise aten operations as lines `name = expression`. Every value is a tile of numbers
-in the compute type `CT`, or of int1; a number stays a number. Operations that only change how one step's tensor is
-viewed are the value itself, and a value that is written in place has a new name from there on. A boolean mask as an
+`write_step` prints a graph of element-wise aten operations as lines `name = expression`. Every value is a tile of
+numbers in the compute type `CT`, or of int1; a number stays a number. Operations that only change how one step's tensor
+is viewed are the value itself, and a value that is written in place has a new name from there on. A boolean mask as an
 index keeps all elements: what the user computes for some of them is computed for all and chosen where it is put back.
 
 What has no expression is a `StepError` with the operation's name; `check_code` finds out before anything is generated.

@@ -16,7 +16,7 @@ run in chunks: forward keeps the states at the start of each, backward computes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from snnpart.neuron_step import NeuronStep, Pass
@@ -74,14 +74,18 @@ def forward_source(step: NeuronStep, form: Form) -> str:
 
 
 def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) -> str:
-    """The backward kernel, named `backward`: `write` x's gradient, `reduce`: leave the sums over channels in
-    `parts`.""" names = ["x", "dy", "dx", "kept", "sums", "parts", *_NORM, *_names(step)] sizes = "x_step, rows,
-    channels, inner, eps, count, tiles" constants = _constants("INNER R B CT ROUND WIDE") lines = [f"def backward({',
-    '.join(names)}, {sizes}, {constants}):"] lines += _indent(["ch = tl.program_id(1) * B + tl.arange(0, B)",
-    *_channel_lines(step, form)]) lines += _indent(_sum_loads(form) if write and form.batch else []) lines +=
-    _indent([f"{name} = tl.zeros([R, B], CT)" for name in form.sums] if reduce else []) lines += ["    for tile in
-    range(tiles):"] body = [_BACKWARD_ROW, *_tile_lines(channel=False), *(f"ds{j} = tl.zeros([R, B], CT)" for j in
-    range(step.states))] lines += _indent(body, 2) if form.chunks > 1:
+    """The backward kernel, named `backward`: `write` x's gradient, `reduce`: leave sums over channels in `parts`."""
+    names = ["x", "dy", "dx", "kept", "sums", "parts", *_NORM, *_names(step)]
+    sizes = "x_step, rows, channels, inner, eps, count, tiles"
+    constants = _constants("INNER R B CT ROUND WIDE")
+    lines = [f"def backward({', '.join(names)}, {sizes}, {constants}):"]
+    lines += _indent(["ch = tl.program_id(1) * B + tl.arange(0, B)", *_channel_lines(step, form)])
+    lines += _indent(_sum_loads(form) if write and form.batch else [])
+    lines += _indent([f"{name} = tl.zeros([R, B], CT)" for name in form.sums] if reduce else [])
+    lines += ["    for tile in range(tiles):"]
+    body = [_BACKWARD_ROW, *_tile_lines(channel=False), *(f"ds{j} = tl.zeros([R, B], CT)" for j in range(step.states))]
+    lines += _indent(body, 2)
+    if form.chunks > 1:
         lines += [f"        for back in range({form.chunks - 1}):", f"            chunk = {form.chunks - 1} - back"]
         lines += _indent([*_load_kept(step), *_backward_chunk(step, form, False, write, reduce)], 3)
     lines += _indent(_backward_chunk(step, form, True, write, reduce), 2)
@@ -103,7 +107,7 @@ def _constants(names: str) -> str:
     return ", ".join(f"{name}: tl.constexpr" for name in names.split())
 
 
-def _indent(lines: list[str], depth: int = 1) -> list[str]:
+def _indent(lines: Iterable[str], depth: int = 1) -> list[str]:
     return ["    " * depth + line for line in lines]
 
 
