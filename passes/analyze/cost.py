@@ -123,6 +123,18 @@ def _work(node: fx.Node, value: Value) -> _Work:
     return _Work() if idle else _Work(_flops(node, value), read, _bytes(node), 1.0)
 
 
+def product_flops(node: fx.Node, graph: SpikeGraph) -> float:
+    """flops of the products with a weight in forward: a convolution's or linear's, those in a cell or a loop."""
+    value = first_value(node)
+    if isinstance(node.target, Loop):
+        return node.target.steps * sum(product_flops(inner, graph) for inner in node.target.body.nodes)
+    if value is None or node.op == "output":
+        return 0.0
+    if node.op == "call_module":
+        return 2.0 * _rows(value) * _leaf_weights(graph)[str(node.target)]
+    return _flops(node, value) if kinds.kind_of(node) in ("conv", "linear") else 0.0
+
+
 def _leaf_weights(graph: SpikeGraph) -> Counter[str]:
     """Elements of the weight matrices that each leaf holds."""
     found: Counter[str] = Counter()
@@ -136,9 +148,13 @@ def _leaf_work(node: fx.Node, value: Value, graph: SpikeGraph, weights: Counter[
     """Element-wise operations at every step, and a product with each weight matrix the layer holds."""
     launches, per_element = _steps(node, graph)
     read = per_element * sum(_bytes(item) for item in kinds.tensor_inputs(node))
-    rows = value.numel / max(value.shape[1], 1) if len(value.shape) > 1 else 1
-    flops = per_element * value.numel + 2.0 * rows * weights[str(node.target)]
+    flops = per_element * value.numel + 2.0 * _rows(value) * weights[str(node.target)]
     return _Work(flops, read, per_element * _bytes(node), launches)
+
+
+def _rows(value: Value) -> float:
+    """How many vectors of channels meet a weight matrix."""
+    return value.numel / max(value.shape[1], 1) if len(value.shape) > 1 else 1
 
 
 def _steps(node: fx.Node, graph: SpikeGraph) -> tuple[float, float]:
