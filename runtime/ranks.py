@@ -10,6 +10,7 @@ called by all ranks before the first communication of a step: if any rank has a 
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from snnpart.errors import LaunchError, SnnpartError
 from snnpart.mesh import AXES, Coordinate, Mesh, mesh_for
 from snnpart.runtime.collectives import Axis
 
 FORWARD, BACKWARD = "forward", "backward"
+_worlds = itertools.count()
 _ALONG = {**{axis: axis for axis in AXES}, FORWARD: "pp", BACKWARD: "pp"}
 
 
@@ -57,7 +60,7 @@ class Ranks:
         axis = axis or self.world
         if axis.group is None:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=_control_device(axis.group, self.device))
+        total = torch.tensor(numbers, dtype=torch.float64, device=control_device(axis.group, self.device))
         dist.all_reduce(total, group=axis.group)
         return [float(number) for number in total.tolist()]
 
@@ -111,7 +114,7 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks
     device = usable_device(device)
     owns_world = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if owns_world:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        _begin_world(device, timeout)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = mesh_for(size, pp=pp, tp=tp)
     axes = {name: _axis(mesh, rank, along, timeout) for name, along in _ALONG.items()}
@@ -119,6 +122,19 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks
     world = Axis(everyone, rank, tuple(range(size)))
     owned = tuple(axis.group for axis in axes.values() if axis.group is not None)
     return Ranks(rank, mesh, device, axes, world, owns_world, owned)
+
+
+def _begin_world(device: torch.device, timeout: timedelta) -> None:
+    """The default process group, from torchrun's environment. A process may end it and begin another: each has keys of
+    its own in the store, where the addresses of the one before still stand."""
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"snnpart{next(_worlds)}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
 
 
 def _portable(problem: Exception | None) -> Exception | None:
@@ -157,6 +173,6 @@ def _axis(mesh: Mesh, rank: int, along: str, timeout: timedelta) -> Axis:
     return Axis(group, own.index(rank), own)
 
 
-def _control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where small control tensors live: on the CPU where the group can carry them, so that no GPU has to wait."""
     return torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device

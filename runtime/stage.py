@@ -94,7 +94,7 @@ class Stage:
         self.between: Between | None = None
         self._launched: SpikeGraph | None = None
         self._seed: int | None = None
-        self._passes = 0
+        self.passes = 0
         self._resets = {
             path: [(frameworks.adapter_for(m), m) for m in leaf.modules()] for path, leaf in self.leaves.items()
         }
@@ -196,8 +196,8 @@ class Stage:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed((self._seed + self._passes) % 2**63)
-            self._passes += 1
+            torch.manual_seed((self._seed + self.passes) % 2**63)
+            self.passes += 1
             yield
 
     def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:

@@ -72,12 +72,17 @@ def _one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
     return entries
 
 
-def _parse(layout: str, x: Tensor) -> tuple[int | None, int | None]:
+def check_layout(layout: str) -> None:
+    """ConfigError unless the text holds the batch once and time at most once."""
     if layout.count(BATCH) != 1 or layout.count(TIME) > 1:
         raise ConfigError(
             f"input_layout={layout!r} must hold N (batch) once and T (time) at most once",
             choices=("NCHW", "TNCHW", "NTCHW", "NF", "TNF"),
         )
+
+
+def _parse(layout: str, x: Tensor) -> tuple[int | None, int | None]:
+    check_layout(layout)
     if len(layout) != x.dim():
         raise ConfigError(
             f"input_layout={layout!r} names {len(layout)} dims, the input has {x.dim()}: shape {tuple(x.shape)}",

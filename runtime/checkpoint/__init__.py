@@ -1,0 +1,5 @@
+"""Checkpoints of training state that fit any topology."""
+
+from snnpart.runtime.checkpoint.checkpointer import Checkpointer, last_whole, read_model
+
+__all__ = ["Checkpointer", "last_whole", "read_model"]

@@ -1,0 +1,40 @@
+"""The random generators of a rank. On the topology that saved them they go on; on another they begin from the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from snnpart.runtime.running import RunningProgram
+
+_STEP = 7919
+"""A prime, so that neighbouring steps and ranks do not share seeds."""
+
+
+def taken(running: RunningProgram) -> dict[str, Any]:
+    """The state of this rank's generators, small and plain."""
+    device = running.ranks.device
+    state = {"cpu": bytes(torch.get_rng_state().numpy()), "passes": running.stage.passes}
+    if device.type == "cuda":
+        state["cuda"] = bytes(torch.cuda.get_rng_state(device).numpy())
+    return state
+
+
+def put_back(running: RunningProgram, saved: Sequence[Mapping[str, Any]], world: int, step: int) -> None:
+    """This rank's own state where the ranks are as many as they were; otherwise a seed made from the step."""
+    ranks = running.ranks
+    if world != ranks.mesh.size or (ranks.device.type == "cuda") != ("cuda" in saved[ranks.rank]):
+        torch.manual_seed((torch.initial_seed() + _STEP * step) % 2**63)
+        running.stage.passes = step
+        return
+    mine = saved[ranks.rank]
+    torch.set_rng_state(_tensor(mine["cpu"]))
+    running.stage.passes = mine["passes"]
+    if "cuda" in mine:
+        torch.cuda.set_rng_state(_tensor(mine["cuda"]), ranks.device)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

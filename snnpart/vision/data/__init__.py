@@ -1,0 +1,1 @@
+"""Data for training, evaluation and prediction: sources, the order of samples, batches, early checks."""

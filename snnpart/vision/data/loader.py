@@ -1,0 +1,198 @@
+"""Batches of samples in the model's layout, the same on all ranks of a data-parallel coordinate.
+
+Every rank of a tp group or a pipeline reads the same samples; random augmentation must agree between them and must not
+depend on the number of workers or on where a run was interrupted. So a sample is read with random generators that are
+seeded by the run's seed, the epoch and its index, and those of the process are put back.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from snnpart.errors import ConfigError
+from snnpart.layout import BATCH, TIME
+from snnpart.vision.data.sampler import Share, Shares
+from snnpart.vision.data.sources import tensor_of
+
+_log = logging.getLogger("snnpart")
+_PREFETCHED = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's part of a step. `real` of its rows count; `indices` are those of all its rows."""
+
+    inputs: Tensor
+    targets: Any
+    indices: tuple[int, ...]
+    counted: Tensor
+    together: int
+
+    @property
+    def real(self) -> int:
+        return int(self.counted.sum())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How samples become a batch.
+
+    Args:
+        letters: the input layout of the model, e.g. NTCHW; samples have its dims without N.
+        time_steps: an image (a sample without T) is repeated so often where the layout has T.
+        cast: make whole numbers float32.
+    """
+
+    letters: str
+    time_steps: int | None = None
+    cast: bool = True
+
+    def sample(self, x: Any, index: int) -> Tensor:
+        """One sample as the batch takes it.
+
+        Raises:
+            ConfigError: a wrong number of dims, or another T than `time_steps`.
+        """
+        x = tensor_of(x)
+        if self.cast and not x.is_floating_point():
+            x = x.float()
+        letters = self.letters.replace(BATCH, "")
+        at = letters.find(TIME)
+        if at >= 0 and x.dim() == len(letters) - 1 and self.time_steps is not None:
+            return x.unsqueeze(at).expand(*x.shape[:at], self.time_steps, *x.shape[at:])
+        if x.dim() != len(letters):
+            raise ConfigError(
+                f"sample {index} has shape {tuple(x.shape)}, {len(letters)} dims are wanted: {' '.join(letters)}",
+                fix="choose the input_layout that fits the samples (without N), "
+                + ("or set time_steps to repeat images" if at >= 0 else "or reshape them in the data set"),
+            )
+        if at >= 0 and self.time_steps not in (None, x.shape[at]):
+            raise ConfigError(
+                f"sample {index} has {x.shape[at]} time steps, time_steps = {self.time_steps}",
+                fix="leave time_steps out, or write frames of that number",
+            )
+        return x
+
+    def batch(self, samples: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
+        """The samples along N; ConfigError names the first one of another shape."""
+        for x, index in zip(samples, indices, strict=True):
+            if x.shape != samples[0].shape:
+                raise ConfigError(
+                    f"sample {index} has shape {tuple(x.shape)}, sample {indices[0]} {tuple(samples[0].shape)}: "
+                    "they cannot be in one batch",
+                    fix="give all samples one size, or batch_size = 1",
+                )
+        return torch.stack(list(samples), self.letters.index(BATCH))
+
+
+class Samples(Dataset[Any]):
+    """A user's data set, read so that a sample is the same wherever and whenever it is read.
+
+    Args:
+        skip: a sample that cannot be read is replaced by the next one that can, and does not count.
+        targets: False: give none; where the data set has `inputs_of(index)`, nothing of them is read.
+    """
+
+    def __init__(self, source: Any, layout: Layout, seed: tuple[int, int], skip: bool, targets: bool = True) -> None:
+        self._source, self._layout, self._seed, self._skip, self._targets = source, layout, seed, skip, targets
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any, int, bool]:
+        for later in range(len(self)):
+            at = (index + later) % len(self)
+            try:
+                return *self._read(at), index, later == 0
+            except Exception as error:
+                if not self._skip:
+                    raise _unreadable(at, error) from error
+                _log.warning("sample %d is skipped: %s", at, error)
+        raise ConfigError("no sample can be read")
+
+    def _read(self, index: int) -> tuple[Tensor, Any]:
+        with _seeded(*self._seed, index):
+            if not self._targets and hasattr(self._source, "inputs_of"):
+                return self._layout.sample(self._source.inputs_of(index), index), 0
+            found = self._source[index]
+        if not (isinstance(found, (tuple, list)) and len(found) == 2):
+            raise ConfigError(f"sample {index} is a {type(found).__name__}, not a pair (x, y)")
+        return self._layout.sample(found[0], index), found[1] if self._targets else 0
+
+
+def _unreadable(index: int, error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(
+        f"sample {index} cannot be read: {type(error).__name__}: {error}",
+        fix='mend or remove it, or set on_bad_sample = "skip"',
+    )
+
+
+class _seeded:  # noqa: N801 - used as a context manager
+    """Random generators of torch, numpy and Python that depend on the numbers alone, and are put back."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._seed = int(np.random.SeedSequence([abs(number) for number in numbers]).generate_state(1)[0])
+
+    def __enter__(self) -> None:
+        self._before = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        torch.default_generator.manual_seed(self._seed)
+        np.random.seed(self._seed)
+        random.seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._before[0])
+        np.random.set_state(self._before[1])
+        random.setstate(self._before[2])
+
+
+@dataclass(frozen=True)
+class _Collate:
+    layout: Layout
+
+    def __call__(self, rows: list[tuple[Tensor, Any, int, bool]]) -> tuple[Tensor, Any, tuple[int, ...], Tensor]:
+        xs, ys, indices, counted = zip(*rows, strict=True)
+        return self.layout.batch(xs, indices), default_collate(list(ys)), tuple(indices), torch.tensor(counted)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of this rank for the steps of one pass.
+
+    Args:
+        workers: processes that read ahead; 0: this one.
+        pin: page-locked memory, from which a GPU copies while it computes.
+    """
+
+    samples: Samples
+    shares: Shares
+    layout: Layout
+    workers: int = 0
+    pin: bool = False
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[Batch]:
+        steps: list[Share] = list(self.shares)
+        loader: DataLoader[Any] = DataLoader(
+            self.samples,
+            batch_sampler=[list(step.indices) for step in steps],
+            collate_fn=_Collate(self.layout),
+            num_workers=self.workers,
+            pin_memory=self.pin,
+            prefetch_factor=_PREFETCHED if self.workers else None,
+            generator=torch.Generator(),
+        )
+        for step, (x, y, indices, counted) in zip(steps, loader, strict=True):
+            yield Batch(x, y, indices, counted & (torch.arange(len(counted)) < step.real), step.together)

@@ -1,0 +1,178 @@
+"""What training, evaluation and prediction have in common: data, a compiled program, and the ranks it runs on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from snnpart import facts
+from snnpart.api import parallelize
+from snnpart.errors import ConfigError
+from snnpart.facts import TimeRole
+from snnpart.program import CompiledProgram
+from snnpart.runtime.running import RunningProgram
+from snnpart.vision import build
+from snnpart.vision.config import RunConfig
+from snnpart.vision.data.checks import check_samples
+from snnpart.vision.data.loader import Batch, Layout, Loader, Samples
+from snnpart.vision.data.sampler import Shares
+
+_READ = {
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum(1),
+    "last": lambda x: x[:, -1],
+}
+
+
+@dataclass(frozen=True)
+class Session:
+    """A launched program and how batches reach it."""
+
+    config: RunConfig
+    running: RunningProgram
+    logits: Callable[[Any], Tensor]
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.config)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its dp rank: one of each."""
+        return self.running.ranks.at.tp == 0 and self.running.ranks.at.pp == 0
+
+    def samples(self, data: Any, epoch: int = 0, *, targets: bool = True) -> Samples:
+        """The data as this run reads it."""
+        return Samples(data, self.layout, (self.config.seed, epoch), self.config.on_bad_sample == "skip", targets)
+
+    def loader(
+        self,
+        samples: Samples,
+        *,
+        order: tuple[int, int] | None = None,
+        position: int = 0,
+        smallest: int = 0,
+        batch: int | None = None,
+    ) -> Loader:
+        """This rank's batches of one pass; see `Shares`."""
+        mesh, at = self.running.ranks.mesh, self.running.ranks.at
+        size = batch or self.config.batch_size
+        shares = Shares(len(samples), size, mesh.dp, at.dp, order, position, smallest)
+        pin = self.running.ranks.device.type == "cuda"
+        return Loader(samples, shares, self.layout, self.config.workers, pin)
+
+    def batches(self, loader: Loader) -> Iterator[Batch]:
+        """The loader's batches; what a rank cannot read is raised on all of them."""
+        source = iter(loader)
+        for _ in range(len(loader)):
+            problem, batch = None, None
+            try:
+                batch = next(source)
+            except Exception as error:
+                problem = error
+            self.running.ranks.agree(problem)
+            assert batch is not None  # agree raised otherwise
+            yield batch
+
+
+def layout_of(config: RunConfig) -> Layout:
+    return Layout(config.input_layout, config.time_steps)
+
+
+@contextmanager
+def opened(
+    config: RunConfig, data: Any, name: str, model: nn.Module | None = None, **launch_options: Any
+) -> Iterator[Session]:
+    """Compile the model for a batch of the data, start it on all ranks, and end it when the block is left.
+
+    Args:
+        data: the part of the data whose first sample shows what a batch looks like; `name` is its name for messages.
+        model: instead of what `config.model` says.
+    """
+    seed_everything(config)
+    example = check_samples(Samples(data, layout_of(config), (config.seed, 0), config.on_bad_sample == "skip"), name)
+    network = build.make_model(config) if model is None else model
+    program = parallelize(network, **compile_options(config, example))
+    running: Any = program.launch(**{**launch_settings(config), **launch_options})
+    with running:
+        yield Session(config, running, reader(running.compiled, config.readout))
+
+
+def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
+    """Keywords of `parallelize`. The gate runs on a batch of two copies of the sample for each microbatch."""
+    rows = max(2, config.microbatches or config.pp)
+    letters = config.input_layout
+    batch = torch.stack([sample] * rows, letters.index("N")).contiguous()
+    return {
+        "example_inputs": batch,
+        "input_layout": letters,
+        "time_steps": config.time_steps if "T" not in letters else None,
+        "tp": config.tp,
+        "pp": config.pp,
+        "dp": config.dp,
+        "microbatches": config.microbatches,
+        "schedule": config.schedule,
+        "plan": config.plan,
+        "verify": config.verify,
+        "memory": config.memory,
+    }
+
+
+def launch_settings(config: RunConfig) -> dict[str, Any]:
+    """Keywords of `launch`."""
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return {"device": device, "timeout": timedelta(seconds=config.timeout)}
+
+
+def seed_everything(config: RunConfig) -> None:
+    """Generators of torch, numpy and Python; deterministic algorithms if they were asked for."""
+    torch.manual_seed(config.seed)
+    np.random.seed(config.seed % 2**32)
+    random.seed(config.seed)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def reader(compiled: CompiledProgram, readout: str) -> Callable[[Any], Tensor]:
+    """What turns the network's outputs into logits [N, ...]: its first tensor, batch first, time read out."""
+    batch_dim = compiled.source.outputs[0].batch_dim or 0
+    time_dim = _time_dim(compiled)
+
+    def logits(outputs: Any) -> Tensor:
+        x = next(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+        if time_dim is None or readout == "none":
+            return x.movedim(batch_dim, 0)
+        return _READ[readout](x.movedim((batch_dim, time_dim), (0, 1)))
+
+    return logits
+
+
+def _time_dim(compiled: CompiledProgram) -> int | None:
+    """The dim of the first output that carries T, as the analyses found it."""
+    node = compiled.source.graph.output_node().args[0][0]  # type: ignore[index]
+    role = facts.get(node, TimeRole)  # type: ignore[arg-type]
+    return None if role is None or role.merged else role.dim
+
+
+def class_count(compiled: CompiledProgram) -> int:
+    """The size of the last dim of the first output: how many classes there are scores for."""
+    node = compiled.source.graph.output_node().args[0][0]  # type: ignore[index]
+    return int(facts.need(node, facts.Value).shape[-1])  # type: ignore[arg-type]
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:
+    """The weights into the module; ConfigError where they are another network's."""
+    try:
+        model.load_state_dict(dict(state))
+    except RuntimeError as error:
+        raise ConfigError(f"the weights do not fit the model: {error}", where=place) from error
