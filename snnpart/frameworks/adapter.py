@@ -14,6 +14,7 @@ tracer's recording switched off, and leaves the module as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class Adapter:
 
     def reset(self, module: nn.Module) -> None:
         """Put the module's own state (not its children's) back to its start, without writing into old tensors."""
+
+    def confined(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside the block, what the framework does to all its layers at once reaches those of `model` only."""
+        return nullcontext()
 
     def transient_names(self, module: nn.Module) -> frozenset[str]:
         """Buffers and plain attributes that hold state, or leftovers of a call: copies and saved leaves lack them."""

@@ -6,7 +6,8 @@ the surrogate gives, which is float32 for snnTorch's own whatever goes in, so it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -51,6 +52,17 @@ class SnnTorchAdapter(Adapter):
                 module._buffers[name] = torch.zeros(0, dtype=state.dtype, device=state.device)
         for name in ("reset", "spk"):
             vars(module).pop(name, None)
+
+    @contextmanager
+    def confined(self, model: nn.Module) -> Iterator[None]:
+        """`utils.reset` inside forward resets every neuron of the process, which snnTorch lists on a class."""
+        instances: list[Any] = neurons.SpikingNeuron.instances
+        every = list(instances)
+        instances[:] = [module for module in model.modules() if self.is_neuron(module)]
+        try:
+            yield
+        finally:
+            instances[:] = every
 
     def transient_names(self, module: nn.Module) -> frozenset[str]:
         return _STATE | {"reset"} if self.is_neuron(module) else frozenset()

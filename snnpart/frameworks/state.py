@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from snnpart.compat import version
 from snnpart.errors import TraceError
 from snnpart.frameworks.adapter import Adapter, tensors_in
-from snnpart.frameworks.registry import adapter_for
+from snnpart.frameworks.registry import adapter_for, adapters
 from snnpart.frameworks.torch_opaque import TorchAdapter
 
 _RESETS = ("reset", "reset_state", "reset_states", "reset_mem")
@@ -105,6 +105,8 @@ def _no_arguments(method: Callable[..., Any]) -> bool:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Put every module of `model` back exactly as it was when the block is left, also by an error.
 
+    What forward does to all layers of a framework in the process reaches those of `model` only.
+
     Raises:
         TraceError: a parameter is an inference tensor, through which no gradient goes.
     """
@@ -116,7 +118,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
     values = [(t, version(t), t.detach().clone()) for t in tensors]
     flags = [(t, t.requires_grad, t.grad) for t in (*model.parameters(), *tensors) if t.is_leaf]
     try:
-        yield
+        with ExitStack() as stack:
+            for adapter in adapters():
+                stack.enter_context(adapter.confined(model))
+            yield
     finally:
         for module, saved in attributes:
             vars(module).clear()
