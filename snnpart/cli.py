@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from snnpart.api import ParallelProgram
 
 BATCH_FIRST = "batch first"
+_FLAGS_ARE_THE_CONFIGURATION = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
     name="snnpart",
@@ -169,7 +170,7 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(add_help_option=False, context_settings=_FLAGS_ARE_THE_CONFIGURATION)
 def run(context: typer.Context) -> None:
     """Train, evaluate or predict a saved program on the ranks that torchrun started (run --help lists its options)."""
     from snnpart.run import main as run_saved
@@ -177,6 +178,26 @@ def run(context: typer.Context) -> None:
     code = run_saved(context.args)
     if code:
         raise typer.Exit(code)
+
+
+def _vision(name: str, text: str) -> None:
+    """Add a command whose flags are the fields of a configuration (`vision.commands`)."""
+
+    def command(context: typer.Context) -> None:
+        from snnpart.vision.commands import main as run_command
+
+        code = run_command(name, context.args)
+        if code:
+            raise typer.Exit(code)
+
+    app.command(name, help=text, add_help_option=False, context_settings=_FLAGS_ARE_THE_CONFIGURATION)(command)
+
+
+_vision("init", "Write a commented example configuration for train, evaluate or predict.")
+_vision("train", "Train a network on the ranks that torchrun started (train --help lists the fields).")
+_vision("evaluate", "Loss and accuracy of an artifact or a checkpoint, every sample counted once.")
+_vision("predict", "The logits of every sample, in an HDF5 file.")
+_vision("export", "Write the artifact of a training run's checkpoint.")
 
 
 def _options(
