@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from snnpart import ops
+from snnpart.effects import writes_buffer
 from snnpart.errors import ConfigError
+from snnpart.ops_time import Loop
 from snnpart.program import CompiledProgram
 from snnpart.runtime import microbatch
 from snnpart.runtime.carry import Carry
@@ -43,24 +46,50 @@ class Batches:
         parts: list[Part] = []
         weights: list[float] = []
         try:
-            parts = self._parts(inputs, targets, training, reset_mask)
+            parts = self.parts(inputs, targets, training, reset_mask, check=self._settings.check_inputs)
             weights = [reduction.weight(part.size, part.targets) for part in parts]
         except Exception as error:  # the user's own too: what stops one rank must stop all before they communicate
             problem = error
-        size, dp = sum(part.size for part in parts), self._ranks.mesh.dp
-        mine = [float(size * (copy == self._ranks.at.dp)) for copy in range(dp)]
-        weighs = sum(weights) if self._ranks.at.pp == 0 and self._ranks.at.tp == 0 else 0.0
-        everyone, *sums = self._ranks.agree(problem, [weighs, *mine, *(number**2 for number in mine)])
-        copies = self._ranks.mesh.pp * self._ranks.mesh.tp
-        microbatch.check_same_batch(sums[:dp], sums[dp:], copies)
-        total = sum(sums[:dp]) / copies
-        factors = [reduction.factor(weight, everyone, dp) for weight in weights]
+        size = sum(part.size for part in parts)
+        factors, total, _ = self.agree(problem, size, weights, reduction)
         return [part.weighing(factor) for part, factor in zip(parts, factors, strict=True)], size / total
 
-    def _parts(self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None) -> list[Part]:
+    def weights(self, sizes: Sequence[int], targets: Any, reduction: Reduction) -> list[float]:
+        """How much each microbatch counts; `targets` are the whole batch's, wherever they are."""
+        if reduction.weigh is None:
+            return [reduction.weight(size, None) for size in sizes]
+        goals = microbatch.split_nested(targets, self._settings.target_dim, sizes)
+        return [reduction.weight(size, goal) for size, goal in zip(sizes, goals, strict=True)]
+
+    def agree(
+        self,
+        problem: Exception | None,
+        size: int,
+        weights: Sequence[float],
+        reduction: Reduction,
+        counts: Sequence[float] = (),
+    ) -> tuple[list[float], float, list[float]]:
+        """What each microbatch's loss is multiplied by, the samples of all dp ranks, and sums of `counts` over ranks.
+
+        Raises:
+            Exception: on every rank the first rank's problem; ConfigError when ranks of one dp coordinate differ.
+        """
+        dp = self._ranks.mesh.dp
+        mine = [float(size * (copy == self._ranks.at.dp)) for copy in range(dp)]
+        weighs = sum(weights) if self._ranks.at.pp == 0 and self._ranks.at.tp == 0 else 0.0
+        everyone, *sums = self._ranks.agree(problem, [weighs, *mine, *(number**2 for number in mine), *counts])
+        copies = self._ranks.mesh.pp * self._ranks.mesh.tp
+        microbatch.check_same_batch(sums[:dp], sums[dp : 2 * dp], copies)
+        factors = [reduction.factor(weight, everyone, dp) for weight in weights]
+        return factors, sum(sums[:dp]) / copies, sums[2 * dp :]
+
+    def parts(
+        self, inputs: Any, targets: Any, training: bool, reset_mask: Tensor | None = None, *, check: bool = False
+    ) -> list[Part]:
+        """This rank's microbatches, with weight 1; `check` looks for NaN and Inf in the inputs."""
         infos = self._compiled.source.inputs
         tensors = [x.to(self._ranks.device) for x in microbatch.tensors_of(inputs, infos)]
-        if self._settings.check_inputs:
+        if check:
             microbatch.check_finite(tensors, [info.name for info in infos])
         batch, count = microbatch.batch_size(tensors, infos), self._compiled.plan.microbatches
         sizes = microbatch.part_sizes(batch, min(count, max(batch, 1)))
@@ -96,3 +125,25 @@ class Batches:
 def on_device(data: Any, device: torch.device) -> Any:
     """The nested data with its tensors on the device."""
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, data)
+
+
+def read_buffers(parts: Sequence[Part], training: bool) -> frozenset[str]:
+    """The buffers that a train step computes with, by the user's names.
+
+    BatchNorm in training mode only writes its running statistics: those of other dp ranks are dp rank 0's when they are
+    read, in an evaluation or a state.
+    """
+    found: set[str] = set()
+    for bound in {id(stage): stage for part in parts for stage in part.bound.values()}.values():
+        inside = {part.name for part in bound.program.tensors if part.leaf is not None}
+        for node in bound.program.graph.nodes:
+            if node.op == "get_attr" and any(not training or not _only_writes(user, node) for user in node.users):
+                found.add(str(node.target))
+        found |= inside
+    return frozenset(found)
+
+
+def _only_writes(user: fx.Node, buffer: fx.Node) -> bool:
+    """Whether a BatchNorm takes the buffer as a running statistic."""
+    tracks = writes_buffer(user) and user.target is not ops.assign and not isinstance(user.target, Loop)
+    return tracks and buffer in user.args[3:6] and buffer not in (*user.args[:3], *user.args[6:])

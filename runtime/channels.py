@@ -7,14 +7,18 @@ now is always posted. What was sent is kept until it has left. Two stages of one
 
 There is one channel for each pair of ranks and direction (up the ranks, down the ranks), so that with NCCL a receive
 that waits never stands before a send.
+
+Under autocast the dtype of a value is known when it is computed only. The first message of a kind is then preceded by
+the dtypes of its values, and nothing is posted ahead of it; both sides keep them (`WireTypes`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,10 +26,10 @@ from torch import Tensor
 
 from snnpart.bits import States, width
 from snnpart.plan import Plan
-from snnpart.program import Action
+from snnpart.program import Action, Port, StageProgram
 from snnpart.runtime.collectives import Axis
 from snnpart.runtime.kernels.bits import pack, unpack
-from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks
+from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks, control_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,61 @@ def message_of(action: Action, last: int) -> Message | None:
     return None
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8)
+_DTYPES += (torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128)
+
+Way = Literal["sends", "receives"]
+
+
+class WireTypes:
+    """The dtypes of what crosses a stage's borders, for training and for evaluation: the ports', or what was seen."""
+
+    def __init__(self, seen: bool) -> None:
+        """`seen`: not the ports', but those of the values themselves, which autocast chooses."""
+        self._seen = seen
+        self._known: dict[tuple[int, Way, bool], tuple[StageProgram, tuple[torch.dtype, ...]]] = {}
+
+    def of(self, program: StageProgram, way: Way) -> tuple[torch.dtype, ...] | None:
+        """None: not seen yet."""
+        if not self._seen:
+            ports: Sequence[Port] = getattr(program, way)
+            return tuple(port.value.dtype for port in ports)
+        known = self._known.get((id(program), way, torch.is_grad_enabled()))
+        return None if known is None else known[1]
+
+    def learn(self, program: StageProgram, way: Way, dtypes: Sequence[torch.dtype]) -> None:
+        """From now on these."""
+        self._known[id(program), way, torch.is_grad_enabled()] = (program, tuple(dtypes))
+
+
+def _as_header(dtypes: Sequence[torch.dtype], axis: Axis, device: torch.device) -> Tensor:
+    assert axis.group is not None
+    return torch.tensor([_DTYPES.index(x) for x in dtypes], device=control_device(axis.group, device))
+
+
+def receive_header(axis: Axis, source: int, count: int, device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes of the values of the message that comes next; waits for them."""
+    assert axis.group is not None
+    header = torch.zeros(count, dtype=torch.int64, device=control_device(axis.group, device))
+    dist.recv(header, source, group=axis.group)
+    return tuple(_DTYPES[code] for code in header.tolist())
+
+
 class Outbox:
     """Sends to one rank; tensors are kept until they have left."""
 
     def __init__(self, axis: Axis, index: int) -> None:
-        self._group, self._to = axis.group, axis.ranks[index]
+        self._axis, self._group, self._to = axis, axis.group, axis.ranks[index]
         self._leaving: list[tuple[Any, Tensor]] = []
 
+    def announce(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        """Say the dtypes of the values of the next message."""
+        header = _as_header(dtypes, self._axis, device)
+        self._leaving.append((dist.isend(header, self._to, group=self._group), header))
+
     def send(self, tensors: Sequence[Tensor]) -> None:
-        self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
+        if not _capturing():  # which forbids to ask whether something has left
+            self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
         for tensor in tensors:
             if tensor.numel():
                 wire = tensor.detach().contiguous()
@@ -98,18 +148,18 @@ class Inbox:
     """Receives from one rank in a known order."""
 
     def __init__(
-        self, axis: Axis, index: int, messages: Sequence[tuple[Message, Sequence[Spec]]], device: torch.device
+        self, axis: Axis, index: int, messages: Sequence[Message], contents: Contents, device: torch.device
     ) -> None:
-        """`messages`: every message to come and the values it holds."""
-        self._group, self._source, self._device = axis.group, axis.ranks[index], device
-        self._coming = iter(messages)
+        """`messages`: every message to come; `contents` says what it holds."""
+        self._axis, self._group, self._source, self._device = axis, axis.group, axis.ranks[index], device
+        self._coming, self._contents = deque(messages), contents
         self._posted: list[tuple[Message, list[tuple[Any, Tensor, Spec]]]] = []
         self._early: dict[Message, list[Tensor]] = {}
 
     def take(self, message: Message) -> list[Tensor]:
         """The values of a message, once they are here."""
         while message not in self._early:
-            while len(self._posted) < 2 and self._post():
+            while len(self._posted) < 2 and self._post(ahead=bool(self._posted)):
                 pass
             found, works = self._posted.pop(0)
             for work, _, _ in works:
@@ -118,15 +168,35 @@ class Inbox:
             self._early[found] = [spec.decode(wire) for _, wire, spec in works]
         return self._early.pop(message)
 
-    def _post(self) -> bool:
-        coming = next(self._coming, None)
-        if coming is None:
+    def _post(self, ahead: bool) -> bool:
+        if not self._coming or (ahead and self._contents.announced(self._coming[0])):
             return False
-        message, specs = coming
+        message = self._coming.popleft()
+        if self._contents.announced(message):
+            count = self._contents.count(message)
+            self._contents.learn(message, receive_header(self._axis, self._source, count, self._device))
+        specs = self._contents.specs(message)
         wires = [spec.empty(self._device) for spec in specs]
         works = [dist.irecv(wire, self._source, group=self._group) if wire.numel() else None for wire in wires]
         self._posted.append((message, list(zip(works, wires, specs, strict=True))))
         return True
+
+
+class Contents(Protocol):
+    """What messages into this rank hold."""
+
+    def specs(self, message: Message) -> Sequence[Spec]: ...
+    def announced(self, message: Message) -> bool:
+        """Whether the dtypes of its values come before it."""
+
+    def count(self, message: Message) -> int:
+        """How many values it holds."""
+
+    def learn(self, message: Message, dtypes: Sequence[torch.dtype]) -> None: ...
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Channels:
@@ -137,9 +207,9 @@ class Channels:
         ranks: Ranks,
         plan: Plan,
         schedule: Mapping[int, Sequence[Action]],
-        specs: Callable[[Message], Sequence[Spec]],
+        contents: Contents,
     ) -> None:
-        """`schedule`: the actions of every pipeline rank; `specs` says what a message into this rank holds."""
+        """`schedule`: the actions of every pipeline rank; `contents` says what a message into this rank holds."""
         self._plan, self._ranks, self._at = plan, ranks, ranks.axes["pp"].index
         self._here: dict[Message, list[Tensor]] = {}
         self._out: dict[int, Outbox] = {}
@@ -147,8 +217,7 @@ class Channels:
         for rank, actions in schedule.items():
             coming = [message for message in self._sent(actions) if plan.rank_of(message.stage) == self._at]
             if rank != self._at and coming:
-                wanted = [(message, specs(message)) for message in coming]
-                self._in[rank] = Inbox(self._axis(rank, self._at), rank, wanted, ranks.device)
+                self._in[rank] = Inbox(self._axis(rank, self._at), rank, coming, contents, ranks.device)
 
     def _sent(self, actions: Sequence[Action]) -> Iterator[Message]:
         messages = (message_of(action, self._plan.stage_count - 1) for action in actions)
@@ -157,14 +226,18 @@ class Channels:
     def _axis(self, source: int, target: int) -> Axis:
         return self._ranks.axes[FORWARD if source < target else BACKWARD]
 
-    def send(self, message: Message, tensors: Sequence[Tensor], specs: Sequence[Spec]) -> None:
-        """Send without waiting; `specs` are the receiver's."""
+    def send(
+        self, message: Message, tensors: Sequence[Tensor], specs: Sequence[Spec], *, announce: bool = False
+    ) -> None:
+        """Send without waiting; `specs` are the receiver's, who is told their dtypes first with `announce`."""
         target = self._plan.rank_of(message.stage)
         if target == self._at:
             self._here[message] = [x.detach() for x in tensors]
         else:
             if target not in self._out:
                 self._out[target] = Outbox(self._axis(self._at, target), target)
+            if announce:
+                self._out[target].announce([spec.dtype for spec in specs], self._ranks.device)
             self._out[target].send([spec.encode(x) for spec, x in zip(specs, tensors, strict=True)])
 
     def take(self, message: Message) -> list[Tensor]:

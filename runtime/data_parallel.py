@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -29,34 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 from snnpart import compat
 from snnpart.errors import LaunchError
 from snnpart.plan import Plan
+from snnpart.runtime.buckets import Buckets
 from snnpart.runtime.collectives import Axis
+from snnpart.runtime.reduction import Alone, average, fused
 from snnpart.runtime.stage import Stage
 
 _VIEWS = r"FSDP2-wrapped module \(FSDPStageModule\) returned a view tensor"
 """torch's warning that a view must not be written in place: the pipeline never writes what a stage returns."""
-
-
-class Alone:
-    """dp = 1: nothing to reduce. The base of the others."""
-
-    def __init__(self, stage: Stage, axis: Axis) -> None:
-        self.stage, self.axis = stage, axis
-
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
-        """Backward of one microbatch; `last` when no other follows in this step."""
-        torch.autograd.backward(list(roots), list(grads))
-
-    def hold(self) -> None:
-        """Called before any backward that is made without `backward`: nothing may be reduced by it."""
-
-    def finish(self) -> None:
-        """After the last backward: all gradients are the mean over dp."""
-
-    def rest(self) -> None:
-        """Put parameters into the form the optimizer and the state see."""
-
-    def forget(self) -> None:
-        """Forget which parameters earlier losses reached: the next one may be another."""
 
 
 class Ddp(Alone):
@@ -151,43 +130,29 @@ class Fsdp2(Alone):
             self._module.reshard()
 
 
-def data_parallel(plan: Plan, stage: Stage, axis: Axis) -> Alone:
-    """The form of data parallelism that the plan asks for; none where the axis has one rank."""
+def data_parallel(plan: Plan, stage: Stage, axis: Axis, *, static: bool = False) -> Alone:
+    """The form of data parallelism that the plan asks for; none where the axis has one rank.
+
+    `static`: for steps that may be captured.
+    """
     if axis.size == 1:
         return Alone(stage, axis)
+    if plan.dp == "ddp" and static:
+        return Buckets(stage, axis)
     if plan.dp == "ddp" and (plan.stages_per_rank > 1 or plan.splits_backward):
         return Once(stage, axis)
     return {"ddp": Ddp, "fsdp2": Fsdp2}[plan.dp](stage, axis)
 
 
-def average(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Replace each tensor by its mean over the axis."""
-    fused(tensors, lambda flat: (dist.all_reduce(flat, group=axis.group), flat.div_(axis.size)))
-
-
-def broadcast_buffers(stage: Stage, axis: Axis) -> None:
-    """Give every dp rank the buffers of dp rank 0, as DDP does before a forward."""
+def broadcast_buffers(stage: Stage, axis: Axis, names: Container[str] | None = None) -> None:
+    """Give every dp rank the buffers of dp rank 0, as DDP does before a forward; `names`: only these."""
     if axis.group is None:
         return
     with torch.no_grad():
         fused(
-            (buffer for _, buffer in stage.buffers()),
+            [buffer for name, buffer in stage.buffers() if names is None or name in names],
             lambda flat: dist.broadcast(flat, src=axis.ranks[0], group=axis.group),
         )
-
-
-def fused(tensors: Iterable[Tensor], communicate: Callable[[Tensor], Any]) -> None:
-    """Change tensors in place by one communication for each dtype: flattened, communicated, copied back."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-    for dtype, group in by_type.items():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        wire = flat.view(torch.uint8) if dtype is torch.bool else flat
-        communicate(wire)
-        for tensor, new in zip(group, flat.split([t.numel() for t in group]), strict=True):
-            tensor.detach().copy_(new.view_as(tensor))
 
 
 def _stays_whole(parameter: Tensor, has_gradient: bool) -> bool:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from snnpart.errors import LaunchError
-from snnpart.runtime.data_parallel import fused
 from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.reduction import fused
 from snnpart.runtime.stage import Stage
 
 
@@ -58,7 +58,7 @@ def clip(stage: Stage, ranks: Ranks, limit: float) -> float:
         LaunchError: on every rank, when a gradient holds NaN or Inf: it names the parameters and their stages.
     """
     squares, bad = 0.0, []
-    for name, grad, counts in _gradients(stage, ranks):
+    for name, grad, counts in local_gradients(stage, ranks):
         square = float(grad.to(torch.float64).square().sum()) if grad.numel() else 0.0
         if square - square:  # NaN for NaN and Inf, 0 for every number
             bad.append(f"'{name}' (stage {stage.stage_of[name]})")
@@ -73,12 +73,12 @@ def clip(stage: Stage, ranks: Ranks, limit: float) -> float:
     norm = float(total**0.5)
     if norm > limit:
         with torch.no_grad():
-            for _, grad, _ in _gradients(stage, ranks):
+            for _, grad, _ in local_gradients(stage, ranks):
                 grad.mul_(limit / (norm + 1e-6))
     return norm
 
 
-def _gradients(stage: Stage, ranks: Ranks) -> Iterator[tuple[str, Tensor, bool]]:
+def local_gradients(stage: Stage, ranks: Ranks) -> Iterator[tuple[str, Tensor, bool]]:
     """Name, local gradient, and whether this rank is the one that counts it."""
     at = ranks.at
     for name, parameter in stage.parameters():

@@ -46,6 +46,8 @@ def launch(
     carry: bool = False,
     cut: Cut | None = None,
     carrier: Carrier | None = None,
+    execution: str = "auto",
+    precision: str = "fp32",
     values: Source | ResetParameters | None = None,
 ) -> RunningProgram:
     """Start `compiled` on all ranks; without torchrun, on this process alone. Collective.
@@ -66,6 +68,9 @@ def launch(
         carry: keep neuron state between steps; `reset` drops it.
         cut: train a sequence as windows of time, the state of one, without its graph, the start of the next.
         carrier: compiles the network with its hand-written state as inputs and outputs.
+        execution: "eager"; "cuda_graph": whole train steps, captured once they have run a few times; "compile": eager
+            with compiled stage graphs; "auto": cuda_graph on CUDA where steps can be captured, else eager.
+        precision: "fp32" (what the tensors say), or autocast to "bf16" or "fp16" (with a loss scale).
         values: where the tensors come from instead of the model: a mapping of names to tensors, the path of a
             checkpoint, or a function of name, shape and dtype; each rank keeps its slices only (`runtime.values`).
 
@@ -84,6 +89,8 @@ def launch(
         carry=carry,
         cut=cut,
         carrier=carrier,
+        execution=execution,
+        precision=precision,
     )
     running = _start(compiled, settings, _device(compiled, device), specialise, values)
     if verify and expected is not None:

@@ -98,14 +98,16 @@ class Merged:
     sizes: Sequence[int]
     loss: Callable[[Sequence[Tensor]], Tensor]
 
-    def gradients(self, outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[list[Tensor | None]]]:
-        """The loss, and its gradient for every output of every microbatch (None where it has none)."""
+    def gradients(
+        self, outputs: Sequence[Sequence[Tensor]], seed: Callable[[Tensor], Tensor | None]
+    ) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """The loss, and the gradient of `seed` times it for every output of every microbatch (None: it has none)."""
         leaves = [[x.detach().requires_grad_(x.requires_grad) for x in part] for part in outputs]
         loss = self.loss(microbatch.merge(leaves, self.source, self.sizes))
         learn = [x for part in leaves for x in part if x.requires_grad]
         if not loss.requires_grad or not learn:
             return loss, [[None] * len(part) for part in leaves]
-        found = iter(torch.autograd.grad(loss, learn, allow_unused=True))
+        found = iter(torch.autograd.grad(loss, learn, seed(loss), allow_unused=True))
         return loss.detach(), [[next(found) if x.requires_grad else None for x in part] for part in leaves]
 
 

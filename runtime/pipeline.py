@@ -21,39 +21,75 @@ from torch import Tensor
 
 from snnpart.errors import ConfigError, LaunchError
 from snnpart.plan import Plan
-from snnpart.program import Action, Port
-from snnpart.runtime.channels import Channels, Message, Spec, message_of
-from snnpart.runtime.data_parallel import Alone
+from snnpart.program import Action, Port, StageProgram
+from snnpart.runtime.channels import Channels, Message, Spec, Way, WireTypes, message_of
 from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import Merged
+from snnpart.runtime.precision import Precision
 from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.reduction import Alone
 from snnpart.runtime.split_backward import Halves
 from snnpart.runtime.stage import BoundStage, Stage
 
 
 @dataclass(frozen=True)
 class Part:
-    """One microbatch: its size, weight in the loss, inputs, targets, and the bound graphs of this rank's stages."""
+    """One microbatch: its size, weight in the loss, inputs, targets, and the bound graphs of this rank's stages.
+
+    A weight of 0.0 leaves the loss out; a weight that may differ when the same work is done again is a tensor [].
+    """
 
     size: int
-    weight: float
+    weight: float | Tensor
     bound: Mapping[int, BoundStage]
     inputs: Sequence[Tensor]
     targets: Any = None
     number: int = 0
 
-    def weighing(self, weight: float) -> Part:
+    def weighing(self, weight: float | Tensor) -> Part:
         """The same microbatch with another weight."""
         return replace(self, weight=weight)
 
-    def specs(self, stage: int, ports: Sequence[Port]) -> list[Spec]:
+    def specs(self, stage: int, ports: Sequence[Port], dtypes: Sequence[torch.dtype]) -> list[Spec]:
         """What the ports' values are for this microbatch, on their way forward."""
         grown = self.size - self.bound[stage].batch
-        return [Spec(p.name, p.value.shape_at(grown), p.value.dtype, p.states) for p in ports]
+        return [Spec(p.name, p.value.shape_at(grown), d, p.states) for p, d in zip(ports, dtypes, strict=True)]
 
-    def specs_back(self, stage: int, ports: Sequence[Port]) -> list[Spec]:
+    def specs_back(self, stage: int, ports: Sequence[Port], dtypes: Sequence[torch.dtype]) -> list[Spec]:
         """What the gradients are that come back for the ports."""
-        return [replace(spec, states=None) for spec in self.specs(stage, _with_gradient(ports))]
+        forward = self.specs(stage, ports, dtypes)
+        return [replace(s, states=None) for p, s in zip(ports, forward, strict=True) if _carries_gradient(p)]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What messages into this rank hold (`channels.Contents`): values of the microbatches' graphs."""
+
+    parts: Sequence[Part]
+    types: WireTypes
+
+    def _at(self, message: Message) -> tuple[StageProgram, Way]:
+        program = self.parts[message.microbatch].bound[message.stage].program
+        return program, "receives" if message.kind == "F" else "sends"
+
+    def specs(self, message: Message) -> list[Spec]:
+        program, way = self._at(message)
+        part, dtypes = self.parts[message.microbatch], self.types.of(program, way)
+        assert dtypes is not None
+        if message.kind == "F":
+            return part.specs(message.stage, program.receives, dtypes)
+        return part.specs_back(message.stage, program.sends, dtypes)
+
+    def announced(self, message: Message) -> bool:
+        """A gradient has the dtype of its value, which went out before."""
+        program, way = self._at(message)
+        return message.kind == "F" and self.types.of(program, way) is None
+
+    def count(self, message: Message) -> int:
+        return len(self._at(message)[0].receives)
+
+    def learn(self, message: Message, dtypes: Sequence[torch.dtype]) -> None:
+        self.types.learn(*self._at(message), dtypes)
 
 
 @dataclass
@@ -71,6 +107,7 @@ class Pipeline:
 
     `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only. `merged` takes
     its place where the loss is of all microbatches together. `check` looks whether what travels as bits may do so.
+    `types` are kept from pass to pass.
     """
 
     ranks: Ranks
@@ -79,6 +116,8 @@ class Pipeline:
     parallel: Alone
     heartbeat: Heartbeat
     parts: Sequence[Part]
+    precision: Precision
+    types: WireTypes
     loss: Callable[[Sequence[Tensor], Part], Tensor] | None = None
     merged: Merged | None = None
     check: bool = False
@@ -97,7 +136,7 @@ class Pipeline:
             rank: [a for a in actions if a.microbatch < len(self.parts) and a.kind in wanted]
             for rank, actions in schedule.items()
         }
-        self._channels = Channels(self.ranks, self.plan, cut, self._specs)
+        self._channels = Channels(self.ranks, self.plan, cut, _Contents(self.parts, self.types))
         actions = cut[self.ranks.axes["pp"].index]
         left = sum(action.kind in "BW" for action in actions)
         for action in actions:
@@ -116,33 +155,34 @@ class Pipeline:
         else:
             self._backward_of_weights(action)
 
-    def _specs(self, message: Message) -> list[Spec]:
-        """What a message into this rank holds."""
-        part = self.parts[message.microbatch]
-        program = part.bound[message.stage].program
-        if message.kind == "F":
-            return part.specs(message.stage, program.receives)
-        return part.specs_back(message.stage, program.sends)
-
     def _forward(self, action: Action) -> None:
         part = self.parts[action.microbatch]
         bound = part.bound[action.stage]
         received = self._receive(action, bound)
-        with self._at("forward", action):
+        with self._at("forward", action), self.precision.autocast():
             outputs = list(self.stage.forward(bound, part.inputs, received, part.size, part.number))
         message = message_of(action, self.plan.stage_count - 1)
         if message is not None:
             with self._at("sending activations", action):
-                specs = part.specs(action.stage, bound.program.sends)
-                _check_sent(outputs, bound.program.sends, specs, self.check)
-                self._channels.send(message, outputs, specs)
+                self._send(message, bound.program, part, outputs)
         elif self.loss is None or self.merged is not None:
             self.outputs[action.microbatch] = tuple(outputs)
         else:
-            with self._at("the loss", action):
+            with self._at("the loss", action), self.precision.autocast():
                 outputs = [self._weighted_loss(outputs, part)]
         if self.loss is not None:
             self._flights[action.stage, action.microbatch] = _Flight(received, outputs)
+
+    def _send(self, message: Message, program: StageProgram, part: Part, outputs: Sequence[Tensor]) -> None:
+        """Send a stage's values on. Two stages of one rank need no dtypes beforehand, but keep them."""
+        new = self.types.of(program, "sends") is None
+        if new:
+            self.types.learn(program, "sends", [x.dtype for x in outputs])
+        dtypes = self.types.of(program, "sends")
+        assert dtypes is not None
+        specs = part.specs(message.stage - 1, program.sends, dtypes)
+        _check_sent(outputs, program.sends, specs, self.check)
+        self._channels.send(message, outputs, specs, announce=new)
 
     def _receive(self, action: Action, bound: BoundStage) -> list[Tensor]:
         if action.stage == 0:
@@ -162,7 +202,7 @@ class Pipeline:
                 "the loss has no gradient, though the outputs have one",
                 fix="do not detach the outputs in loss_fn, or turn them into numbers",
             )
-        loss = _nothing(outputs) if part.weight == 0 else loss.reshape(()) * part.weight
+        loss = _nothing(outputs) if _is_zero(part.weight) else weighted(loss.reshape(()), part.weight)
         self.total = self.total + loss.detach()
         return loss
 
@@ -205,15 +245,17 @@ class Pipeline:
                 for port, x in zip(ports, flight.received, strict=True)
                 if _carries_gradient(port)
             ]
+            dtypes = [x.dtype for x in flight.received]
             with self._at("sending gradients", action):
-                self._channels.send(message, back, part.specs_back(action.stage, ports))
+                self._channels.send(message, back, part.specs_back(action.stage, ports, dtypes))
 
     def _roots(self, action: Action, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where backward starts, and with which gradients: the loss, or the sent values with what comes back."""
         if action.stage == self.plan.stage_count - 1 and self.merged is not None:
             return self._roots_of_merged(action, flight)
         if action.stage == self.plan.stage_count - 1:
-            return ([flight.outputs[0]], [None]) if flight.outputs[0].requires_grad else ([], [])
+            (loss,) = flight.outputs
+            return ([loss], [self.precision.seed(loss)]) if loss.requires_grad else ([], [])
         with self._at("receiving gradients", action):
             grads = self._channels.take(Message("B", action.stage, action.microbatch))
         ports = self.parts[action.microbatch].bound[action.stage].program.sends
@@ -225,8 +267,9 @@ class Pipeline:
         """The outputs of a microbatch with their gradients of the loss of all of them, made at the first backward."""
         assert self.merged is not None
         if self._of_merged is None:
-            with self._at("the loss", action):
-                loss, self._of_merged = self.merged.gradients([self.outputs[i] for i in range(len(self.parts))])
+            made = [self.outputs[i] for i in range(len(self.parts))]
+            with self._at("the loss", action), self.precision.autocast():
+                loss, self._of_merged = self.merged.gradients(made, self.precision.seed)
                 self.total = _one_number(loss).detach()
             self.outputs = {}
         grads = self._of_merged[action.microbatch]
@@ -241,10 +284,6 @@ class Pipeline:
 
 def _carries_gradient(port: Port) -> bool:
     return port.value.requires_grad and (port.value.dtype.is_floating_point or port.value.dtype.is_complex)
-
-
-def _with_gradient(ports: Sequence[Port]) -> list[Port]:
-    return [port for port in ports if _carries_gradient(port)]
 
 
 def _check_sent(outputs: Sequence[Tensor], ports: Sequence[Port], specs: Sequence[Spec], domains: bool) -> None:
@@ -274,6 +313,15 @@ def _one_number(loss: Any) -> Tensor:
             fix="reduce the loss to its mean over the samples",
         )
     return loss
+
+
+def _is_zero(weight: float | Tensor) -> bool:
+    return not isinstance(weight, Tensor) and weight == 0
+
+
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """The loss times a weight, in the dtype of the loss."""
+    return loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
 
 
 def _nothing(outputs: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,8 @@ from snnpart.runtime.carry import Carrier
 from snnpart.runtime.losses import MEAN, Reduction
 from snnpart.windows import Cut
 
+MODES = ("auto", "eager", "compile", "cuda_graph")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -28,6 +30,22 @@ class Settings:
     carry: bool = False
     cut: Cut | None = None
     carrier: Carrier | None = None
+    execution: str = "auto"
+    precision: str = "fp32"
+
+    @property
+    def why_eager(self) -> str:
+        """Why no train step can be a static one; empty when one can."""
+        if self.optimizer is None:
+            return "without optimizer= gradients accumulate over steps"
+        if self.carry or self.cut is not None:
+            return "neuron state goes from one forward to the next"
+        return ""
+
+    def is_static(self, device: torch.device) -> bool:
+        """Whether train steps are static ones (see `execution`)."""
+        asked = self.execution == "cuda_graph" or (self.execution == "auto" and device.type == "cuda")
+        return asked and not self.why_eager
 
     def __post_init__(self) -> None:
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -40,6 +58,8 @@ class Settings:
                 "parameters",
                 fix="pass optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
             )
+        if self.execution not in MODES:
+            raise ConfigError(f"execution={self.execution!r} is not known", choices=MODES)
         if self.reduction.kind == "merged" and (self.carry or self.cut is not None):
             raise ConfigError(
                 'loss_reduction="merged" cannot be had with state that is carried or with detach_every',

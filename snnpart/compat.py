@@ -218,3 +218,28 @@ def real_tensors() -> Iterator[None]:
 def refresh_flat_weights(module: nn.RNNBase) -> None:
     """Have a recurrent module use the parameters it holds now; torch does this after it is moved or loaded."""
     module._init_flat_weights()
+
+
+def unscale(grads: list[Tensor], bad: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients of one dtype by `inverse`, in place, and set `bad` to 1 if one of them is not finite.
+
+    What `torch.amp.GradScaler` does; on its own it cannot be told about other ranks.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, bad, inverse)
+
+
+def update_scale(factor: Tensor, good: Tensor, bad: Tensor, *, interval: int) -> None:
+    """GradScaler's rule for the next factor: double it after `interval` good steps, halve it after a bad one."""
+    torch._amp_update_scale_(factor, good, bad, 2.0, 0.5, interval)
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, in few kernels."""
+    found: Any = torch._foreach_norm(list(tensors))
+    return list(found)
+
+
+def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by the factor [], in place and in few kernels."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.dtype is dtype], factor.to(dtype))

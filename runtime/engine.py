@@ -1,0 +1,156 @@
+"""Engine: what steps of a launched program work with on this rank, and what every kind of step does alike.
+
+`training` makes train steps, `evaluation` evaluates, `execution` chooses how a train step runs; all three share this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snnpart import ops
+from snnpart.errors import LaunchError
+from snnpart.graph import SpikeGraph
+from snnpart.program import CompiledProgram
+from snnpart.runtime import microbatch
+from snnpart.runtime.batches import Batches, on_device
+from snnpart.runtime.carry import Carry
+from snnpart.runtime.channels import WireTypes
+from snnpart.runtime.collectives import GroupCollectives
+from snnpart.runtime.data_parallel import broadcast_buffers
+from snnpart.runtime.gradients import PartialGradients
+from snnpart.runtime.heartbeat import Heartbeat
+from snnpart.runtime.losses import Merged
+from snnpart.runtime.pipeline import Part, Pipeline
+from snnpart.runtime.precision import Precision
+from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.reduction import Alone
+from snnpart.runtime.settings import Settings
+from snnpart.runtime.signatures import Signatures
+from snnpart.runtime.stage import Stage
+
+LossFn = Callable[..., Tensor]
+
+
+@dataclass
+class Engine:
+    """The parts of a launched program on this rank. `optimizer` is None without a factory or parameters."""
+
+    compiled: CompiledProgram
+    ranks: Ranks
+    stage: Stage
+    signatures: Signatures
+    parallel: Alone
+    partial: PartialGradients
+    batches: Batches
+    heartbeat: Heartbeat
+    settings: Settings
+    precision: Precision
+    carry: Carry | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    training: bool = True
+    steps: int = 0
+    grad_norm: float | Tensor | None = None
+    closed: bool = False
+    broken: bool = False
+    _collectives: GroupCollectives = field(init=False)
+    _types: dict[bool, WireTypes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._types = {seen: WireTypes(seen) for seen in (False, True)}
+        self._collectives = GroupCollectives(self.ranks.axes)
+
+    @property
+    def last(self) -> int:
+        """The pipeline rank of the last stage."""
+        return self.compiled.plan.rank_of(self.compiled.plan.stage_count - 1)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank's loss counts: those of a tp group are copies, other stages have none."""
+        return self.ranks.at.tp == 0 and self.ranks.at.pp == self.last
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        return (parameter for _, parameter in self.stage.parameters())
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def check_open(self) -> None:
+        """LaunchError after `close`, or after a step that failed."""
+        if self.closed:
+            raise LaunchError("the program was closed", fix="launch it again")
+        if self.broken:
+            raise LaunchError("a step failed; messages of it may still be under way", fix="close() and launch again")
+
+    def bound_sequence(self) -> None:
+        """Where a sequence begins and ends: nothing is carried over it, unless the user wants so."""
+        if self.carry is not None and not self.settings.carry:
+            self.carry.clear()
+
+    def start(self, training: bool) -> None:
+        """Common start of every pass: the mode, and dp rank 0's buffers everywhere."""
+        self.stage.module.train(training)
+        broadcast_buffers(self.stage, self.ranks.axes["dp"])
+
+    def pipeline(self, parts: Sequence[Part], loss: Callable[..., Tensor] | None = None) -> Pipeline:
+        """A pass over the microbatches, to be `run`."""
+        plan, stage = self.compiled.plan, self.stage
+        types = self._types[self.precision.dtype is not None]
+        return Pipeline(self.ranks, plan, stage, self.parallel, self.heartbeat, parts, self.precision, types, loss)
+
+    def run(self, pipeline: Pipeline) -> None:
+        """Run all actions. After an error no gradient and no state is left; with several ranks messages may be under
+        way that nobody takes any more, and the program must be launched again."""
+        try:
+            with ops.use_collectives(self._collectives):
+                pipeline.run(self.compiled.schedule)
+        except BaseException:
+            self.broken = self.ranks.mesh.size > 1
+            self.zero_grad()
+            self.stage.reset()
+            self.parallel.forget()
+            raise
+
+    def loss_of(self, loss_fn: LossFn) -> Callable[[Sequence[Any], Part], Tensor]:
+        """The user's loss as a function of a microbatch's flat outputs."""
+        return lambda outputs, part: loss_fn(self.result(outputs, part), part.targets)
+
+    def merged(self, parts: Sequence[Part], loss_fn: LossFn, targets: Any) -> Merged:
+        """The loss of all microbatches at once; `targets` are on the device."""
+        weight = sum(part.weight for part in parts)
+        return Merged(
+            source_of(parts[0]),
+            [part.size for part in parts],
+            lambda outputs: loss_fn(self.result(outputs, parts[0]), targets) * weight,
+        )
+
+    def result(self, outputs: Sequence[Any], part: Part) -> Any:
+        """The user's structure of a microbatch's outputs; hand-written state that comes with them is kept."""
+        value = microbatch.structured(outputs, source_of(part))
+        if self.carry is None or self.carry.carrier is None:
+            return value
+        result, states = value
+        self.carry.keep_slots(part.number, states)
+        return result
+
+    def to_device(self, data: Any) -> Any:
+        """Nested data on this rank's device."""
+        return on_device(data, self.ranks.device)
+
+    def same_everywhere(self, loss: float | Tensor) -> Tensor:
+        """The sum over dp of the last stages' numbers, bit-equal on all ranks. The host waits for the number."""
+        (total,) = self.ranks.sum([float(loss) if self.has_loss else 0.0])
+        return torch.tensor(total, dtype=torch.float64)
+
+
+def source_of(part: Part) -> SpikeGraph:
+    """The network that a microbatch's graphs were lowered from."""
+    return next(iter(part.bound.values())).source
