@@ -22,10 +22,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = ["BatchNormBase", "FakeTensor", "FakeTensorMode", "InstanceNormBase"]
 
@@ -47,9 +49,50 @@ def blank_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     `mode.from_tensor` does more (views, hooks, subclasses) and takes ten times as long. To be called outside the mode.
     A meta tensor, which is on no device yet, stands for one on the CPU.
     """
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    blank: Tensor = FakeTensor(mode, empty, torch.device("cpu") if tensor.is_meta else tensor.device)
-    return blank.requires_grad_() if tensor.requires_grad else blank
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    made = blank(mode, tensor.size(), tensor.stride(), tensor.dtype, device)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def blank(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A new fake tensor in memory of its own."""
+    with unset_fake_temporarily() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        made: Tensor = FakeTensor(mode, empty, device)
+    return made
+
+
+class _Computed(_SingleLevelFunction):
+    """An operation that gives what it is handed in a tuple. `Function` would look for transforms first, slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, holder: tuple[Tensor]) -> Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("tensors without data have no gradients")
+
+
+_SOURCE = torch.empty(1, requires_grad=True)
+
+
+def as_computed(tensor: Tensor) -> Tensor:
+    """The tensor itself, now one that requires a gradient and is no leaf, as the result of an operation is."""
+    computed: Tensor = _Computed.apply(_SOURCE, (tensor,))
+    return computed
+
+
+def knows_its_value(tensor: FakeTensor) -> bool:
+    """Whether a fake tensor has data after all, as the result of `torch.tensor(3)` does."""
+    return tensor.constant is not None
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes that see every operation of torch now, such as a FakeTensorMode."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Modules:
 
 
 def call_leaf(
-    recorder: Recorder, modules: Modules, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    recorder: Recorder, modules: Modules, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Record a leaf's call as one node, and return what it returns as fake tensors."""
     if id(module) not in modules.paths:
@@ -97,15 +97,11 @@ def call_leaf(
             f"a {type(module).__name__} is called that the model does not register",
             "make it an attribute of its module, or keep it in an nn.ModuleList or nn.ModuleDict",
         )
-    adapter = adapter_for(module)
     inputs: list[Tensor] = []
     args = tuple(_fakes(recorder, arg, inputs) for arg in args)
     kwargs = {key: _fakes(recorder, value, inputs) for key, value in kwargs.items()}
     with recorder.pause():
-        out = adapter.infer(module, args, kwargs)
-        if out is NotImplemented:
-            out = _run(recorder, module, args, kwargs)
-        out = _own(out, inputs)
+        out, _ = recorder.results.of(path, args, kwargs, lambda: _result(recorder, module, args, kwargs, inputs))
         detached = not torch.is_grad_enabled() and _carries_gradient(module, inputs)
         recorder.emit("call_module", path, args, dict(kwargs), Call(How("", (), {}), inputs, out, detached))
     modules.note_call(module, path, hides_state=len(inputs) < 2)
@@ -116,10 +112,15 @@ def _carries_gradient(module: nn.Module, inputs: list[Tensor]) -> bool:
     return any(p.requires_grad for p in module.parameters()) or any(t.requires_grad for t in inputs)
 
 
-def _run(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the leaf returns, from running it on fakes; it is left as it was."""
-    with preserved(module), recorder.fakes:
-        return module(*args, **kwargs)
+def _result(
+    recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: list[Tensor]
+) -> Any:
+    """What the leaf returns, in tensors of its own; it is left as it was, so that every call gives the same."""
+    out = adapter_for(module).infer(module, args, kwargs)
+    if out is NotImplemented:
+        with preserved(module), recorder.fakes:
+            out = module(*args, **kwargs)
+    return _own(out, inputs)
 
 
 def _fakes(recorder: Recorder, value: Any, inputs: list[Tensor]) -> Any:

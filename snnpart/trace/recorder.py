@@ -29,6 +29,7 @@ from snnpart.graph import TRAINING, Assumption
 from snnpart.trace import places, sizes, views
 from snnpart.trace.cells import Call, Cell, How, Memory, items_of, value_of
 from snnpart.trace.flags import TrainingFlag
+from snnpart.trace.results import Results
 from snnpart.trace.roots import Root
 
 _NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -41,6 +42,7 @@ class Recorder:
     def __init__(self, roots: dict[int, Root], training: bool, keep_flag: bool = True) -> None:
         self.graph = fx.Graph()
         self.fakes = fake_mode()
+        self.results = Results(self.fakes)
         self.roots = roots
         self.training = training
         self._keep_flag = keep_flag
@@ -76,10 +78,15 @@ class Recorder:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside the block nothing is recorded, and torch runs without the mode."""
+        with self.unrecorded(), without_torch_function():
+            yield
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside the block nothing is recorded, but known results are used."""
         before, self.paused = self.paused, True
         try:
-            with without_torch_function():
-                yield
+            yield
         finally:
             self.paused = before
 

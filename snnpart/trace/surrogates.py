@@ -99,8 +99,7 @@ def _forward(recorder: Recorder, cls: type[Function], original: Callable[..., An
         if recorder.paused:
             return original(*args, **kwargs)
         context, inputs = ((), args) if separate else (args[:1], args[1:])
-        with recorder.pause():
-            return _record(recorder, cls, original, context, inputs, kwargs)
+        return _record(recorder, cls, original, context, inputs, kwargs)
 
     forward._snnpart_original = original  # type: ignore[attr-defined]
     return forward
@@ -110,18 +109,21 @@ def _record(
     recorder: Recorder, cls: type[Function], original: Callable[..., Any], context: tuple[Any, ...],
     args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    fakes = tuple(recorder.fake(arg) if isinstance(arg, Tensor) else arg for arg in args)
-    tensors = [arg for arg in fakes if isinstance(arg, Tensor)]
-    versions = [version(tensor) for tensor in tensors]
-    with recorder.fakes:
+    with recorder.pause():
+        fakes = tuple(recorder.fake(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        tensors = [arg for arg in fakes if isinstance(arg, Tensor)]
+        versions = [version(tensor) for tensor in tensors]
+    with recorder.unrecorded(), recorder.fakes:
         out = original(*context, *fakes, **kwargs)
+    with recorder.pause():
         out = tuple(_own(item, tensors) for item in out) if isinstance(out, tuple) else _own(out, tensors)
-    if any(version(tensor) != before for tensor, before in zip(tensors, versions, strict=True)):
-        raise recorder.error(f"{cls.__qualname__}.forward writes into its inputs", "return a new tensor instead")
-    recorder.emit("call_function", ops.Surrogate(cls), fakes, kwargs, Call(How("apply", (), {}), tensors, out, False))
-    for item in out if isinstance(out, tuple) else (out,):
-        if isinstance(item, Tensor):
-            recorder.from_function(item, tensors)
+        if any(version(tensor) != before for tensor, before in zip(tensors, versions, strict=True)):
+            raise recorder.error(f"{cls.__qualname__}.forward writes into its inputs", "return a new tensor instead")
+        call = Call(How("apply", (), {}), tensors, out, False)
+        recorder.emit("call_function", ops.Surrogate(cls), fakes, kwargs, call)
+        for item in out if isinstance(out, tuple) else (out,):
+            if isinstance(item, Tensor):
+                recorder.from_function(item, tensors)
     return out
 
 
