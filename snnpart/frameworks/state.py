@@ -1,8 +1,8 @@
 """State of a network's modules: put it back to the start, or put everything back as it was.
 
 `reset_state` starts a window: neurons of frameworks through their adapters, and modules of the user's own that still
-hold tensors of an earlier forward through their own `reset`-like method. A parameter is never changed by a reset: a
-method named `reset` that initialises weights is undone.
+hold tensors of an earlier forward, in attributes or in buffers, through their own `reset`-like method. A parameter is
+never changed by a reset: a method named `reset` that initialises weights is undone.
 
 `preserved` is for everything that runs the user's module (tracing, the gate): on leaving the block, also by an error,
 every attribute, buffer value, gradient, hook and flag of every module is what it was. Values of parameters are not
@@ -49,7 +49,7 @@ def reset_state(
     keepers = {name.rpartition(".")[0] for name in buffers}
     for path, module in reversed(list(model.named_modules())):
         stale = _own(module) and any(_stale(child) for child in module.modules() if _own(child))
-        if stale or _holds_tensors(module) or path in keepers:
+        if stale or _holds_tensors(module) or path in keepers or _holds_window(module):
             _call_reset(module)
     for path, module in model.named_modules():
         if _own(module) and (name := _stale(module)):
@@ -81,8 +81,24 @@ def _holds_tensors(module: nn.Module) -> bool:
     return _own(module) and any(True for _, value in _plain(module) for _ in tensors_in(value))
 
 
+def _holds_window(module: nn.Module) -> bool:
+    """Whether the module's own reset would give one of its buffers another shape: it holds the state of some batch."""
+    if not module._buffers or not _own(module) or _reset_of(module) is None:
+        return False
+    before = {name: buffer.shape for name, buffer in module._buffers.items() if buffer is not None}
+    with preserved(module):
+        _call_reset(module)
+        after = {name: buffer.shape for name, buffer in module._buffers.items() if buffer is not None}
+    return after != before
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """The module's own `reset`-like method."""
+    return next((m for name in _RESETS if callable(m := getattr(module, name, None)) and _no_arguments(m)), None)
+
+
 def _call_reset(module: nn.Module) -> None:
-    method = next((m for name in _RESETS if callable(m := getattr(module, name, None)) and _no_arguments(m)), None)
+    method = _reset_of(module)
     if method is None:
         return
     before = {p: (version(p), p.detach().clone()) for p in module.parameters(recurse=False)}

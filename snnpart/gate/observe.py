@@ -30,9 +30,9 @@ class Observed:
     """What one run computed.
 
     `outputs` are the tensor outputs in order, `gradients` those of all parameters by the user's names (None: unused),
-    `buffers` their values after forward, without those that hold the state of one window. `differentiable` is False for a module in eval mode whose own backward fails
-    (code after the network that decodes in place), so that there are no gradients to compare. `spikes` holds for each
-    neuron layer which outputs of each call were not zero.
+    `buffers` their values after forward, without those that hold the state of one window. `differentiable` is False for
+    a module in eval mode whose own backward fails (code after the network that decodes in place), so that there are no
+    gradients to compare. `spikes` holds for each neuron layer which outputs of each call were not zero.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -212,7 +212,6 @@ def _finish(
     made = [value for value in outputs if isinstance(value, Tensor)]
     seen.outputs = [value.detach().clone() for value in made]
     held = dict(module.named_buffers(remove_duplicate=False))
-    kept = {name for name in held if name not in graph.window_buffers()}
     stored = held.keys() - graph.window_buffers()
     buffers = [name for name, info in graph.tensors.items() if info.kind == "buffer" and name in stored]
     seen.buffers = {name: held[name].detach().clone() for name in buffers}
