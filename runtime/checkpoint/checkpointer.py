@@ -67,6 +67,7 @@ class Checkpointer:
             CheckpointError: an earlier save failed (disk full), or this one's content cannot be saved.
         """
         self.wait()
+        self._running.settle()
         problem: SnnpartError | None = None
         entries: list[Entry] = []
         try:
@@ -80,6 +81,8 @@ class Checkpointer:
         state = {entry.name: entry.chunked(copy=True) for entry in entries}
         head["random"] = plain.encode(self._running.ranks.gather(taken(self._running)))
         head["world"] = self._running.ranks.mesh.size
+        scale = self._running.loss_scale
+        head["loss_scale"] = None if scale is None else scale.state_dict()
         self._start(step, state, head)
         return folder.place_of(self.directory, step)
 
@@ -204,6 +207,8 @@ class Checkpointer:
             for target, read in zip(entry.chunks, staged[entry.name].chunks, strict=True):
                 target.data.copy_(read.data)
         self._restore_groups(plain.decode(head["optimizer"]))
+        if self._running.loss_scale is not None and head["loss_scale"] is not None:
+            self._running.loss_scale.load_state_dict(head["loss_scale"])
         put_back(self._running, plain.decode(head["random"]), head["world"], head["step"])
         found: dict[str, Any] = plain.decode(head["extra"])
         return found

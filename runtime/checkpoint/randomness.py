@@ -19,6 +19,8 @@ def taken(running: RunningProgram) -> dict[str, Any]:
     state = {"cpu": bytes(torch.get_rng_state().numpy()), "passes": running.stage.passes}
     if device.type == "cuda":
         state["cuda"] = bytes(torch.cuda.get_rng_state(device).numpy())
+        if running.stage.generator is not None:
+            state["shared"] = bytes(running.stage.generator.get_state().numpy())
     return state
 
 
@@ -34,6 +36,8 @@ def put_back(running: RunningProgram, saved: Sequence[Mapping[str, Any]], world:
     running.stage.passes = mine["passes"]
     if "cuda" in mine:
         torch.cuda.set_rng_state(_tensor(mine["cuda"]), ranks.device)
+    if "shared" in mine and running.stage.generator is not None:
+        running.stage.generator.set_state(_tensor(mine["shared"]))
 
 
 def _tensor(data: bytes) -> torch.Tensor:

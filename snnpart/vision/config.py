@@ -102,7 +102,7 @@ class TrainingConfig(RunConfig):
         loss: import path of a loss (its mean over samples), or cross_entropy, mse.
         mixup_alpha: of the Beta distribution of mixup; 0: none.
         label_smoothing: of cross_entropy.
-        accumulate: batches whose gradients make one optimizer step.
+        accumulate: batches whose gradients make one optimizer step: a step takes batch_size * accumulate * dp samples.
         grad_clip: largest norm of all gradients together.
         ema: decay of an exponential average of the weights, which validation and export then use.
         checkpoint_dir: where checkpoints go; None: none are written.

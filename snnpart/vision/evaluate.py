@@ -17,7 +17,7 @@ from snnpart.vision import build
 from snnpart.vision.config import EvaluationConfig
 from snnpart.vision.logs import Log, Steps
 from snnpart.vision.metrics import Sums, peak_bytes
-from snnpart.vision.session import Session, opened
+from snnpart.vision.session import Session, class_count, opened
 from snnpart.vision.weights import weights_of
 
 
@@ -40,13 +40,13 @@ def evaluate(config: EvaluationConfig) -> dict[str, Any]:
         return found
 
 
-def score(session: Session, data: Any, loss: Callable[..., Tensor], *, targets_range: bool = True) -> dict[str, Any]:
+def score(session: Session, data: Any, loss: Callable[..., Tensor]) -> dict[str, Any]:
     """Loss, accuracy and speed over all samples of `data`. Collective."""
     samples = session.samples(data)
-    loader = session.loader(samples)
+    loader, classes = session.loader(samples), class_count(session.running.compiled)
     sums, started = Sums(), time.perf_counter()
     with Steps("evaluation", len(loader), session.running.ranks.rank == 0) as steps:
-        for batch in session.batches(loader):
+        for batch in session.batches(loader, classes):
             logits = session.logits(session.running.eval_step(batch.inputs))
             keep = batch.counted.to(logits.device)
             if batch.real and session.reports:

@@ -22,7 +22,7 @@ from snnpart.program import CompiledProgram
 from snnpart.runtime.running import RunningProgram
 from snnpart.vision import build
 from snnpart.vision.config import RunConfig
-from snnpart.vision.data.checks import check_samples
+from snnpart.vision.data.checks import check_labels, check_samples
 from snnpart.vision.data.loader import Batch, Layout, Loader, Samples
 from snnpart.vision.data.sampler import Shares
 
@@ -61,22 +61,25 @@ class Session:
         order: tuple[int, int] | None = None,
         position: int = 0,
         smallest: int = 0,
-        batch: int | None = None,
+        batches: int = 1,
     ) -> Loader:
-        """This rank's batches of one pass; see `Shares`."""
+        """This rank's steps of one pass, of `batches` batches each; see `Shares`."""
         mesh, at = self.running.ranks.mesh, self.running.ranks.at
-        size = batch or self.config.batch_size
+        size = self.config.batch_size * batches
         shares = Shares(len(samples), size, mesh.dp, at.dp, order, position, smallest)
         pin = self.running.ranks.device.type == "cuda"
         return Loader(samples, shares, self.layout, self.config.workers, pin)
 
-    def batches(self, loader: Loader) -> Iterator[Batch]:
-        """The loader's batches; what a rank cannot read is raised on all of them."""
+    def batches(self, loader: Loader, classes: int | None = None) -> Iterator[Batch]:
+        """The loader's batches; what a rank cannot read is raised on all of them, a target that is not one of the
+        `classes` too."""
         source = iter(loader)
         for _ in range(len(loader)):
             problem, batch = None, None
             try:
                 batch = next(source)
+                if classes is not None:
+                    check_labels(batch.targets, classes, batch.indices)
             except Exception as error:
                 problem = error
             self.running.ranks.agree(problem)
@@ -109,7 +112,7 @@ def opened(
 
 def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
     """Keywords of `parallelize`. The gate runs on a batch of two copies of the sample for each microbatch."""
-    rows = max(2, config.microbatches or config.pp)
+    rows = max(2, microbatches_of(config) or config.pp)
     letters = config.input_layout
     batch = torch.stack([sample] * rows, letters.index("N")).contiguous()
     return {
@@ -119,7 +122,7 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "tp": config.tp,
         "pp": config.pp,
         "dp": config.dp,
-        "microbatches": config.microbatches,
+        "microbatches": microbatches_of(config),
         "schedule": config.schedule,
         "plan": config.plan,
         "verify": config.verify,
@@ -127,10 +130,22 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
     }
 
 
+def microbatches_of(config: RunConfig) -> int | None:
+    """Parts of a step's batch. Batches whose gradients are accumulated are parts of one: exact, also for uneven ones,
+    and gradients are reduced over dp once."""
+    accumulate = getattr(config, "accumulate", 1)
+    return config.microbatches if accumulate == 1 else (config.microbatches or config.pp) * accumulate
+
+
 def launch_settings(config: RunConfig) -> dict[str, Any]:
     """Keywords of `launch`."""
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return {"device": device, "timeout": timedelta(seconds=config.timeout)}
+    return {
+        "device": device,
+        "timeout": timedelta(seconds=config.timeout),
+        "precision": config.precision,
+        "execution": config.execution,
+    }
 
 
 def seed_everything(config: RunConfig) -> None:

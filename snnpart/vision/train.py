@@ -22,7 +22,7 @@ from snnpart.errors import LaunchError
 from snnpart.runtime.checkpoint import Checkpointer
 from snnpart.vision import build
 from snnpart.vision.config import TrainingConfig
-from snnpart.vision.data.checks import check_all_labels, check_labels
+from snnpart.vision.data.checks import check_all_labels
 from snnpart.vision.data.loader import Batch
 from snnpart.vision.data.sources import Split
 from snnpart.vision.ema import Average
@@ -88,8 +88,9 @@ class Trainer:
         self.checkpoints = self._checkpointer()
 
     def _steps_an_epoch(self) -> int:
-        loader = self.session.loader(self.session.samples(self.data.training), smallest=1)
-        return max(1, len(loader) // self.config.accumulate)
+        samples = self.session.samples(self.data.training)
+        loader = self.session.loader(samples, smallest=1, batches=self.config.accumulate)
+        return max(1, len(loader))
 
     def _checkpointer(self) -> Checkpointer | None:
         if self.config.checkpoint_dir is None:
@@ -132,34 +133,33 @@ class Trainer:
         """The rest of the current epoch, then validation and a checkpoint."""
         started, before, at = time.perf_counter(), self.at.samples, self.at
         samples = self.session.samples(self.data.training, at.epoch)
-        loader = self.session.loader(samples, order=(self.config.seed, at.epoch), position=at.samples, smallest=1)
+        loader = self.session.loader(
+            samples,
+            order=(self.config.seed, at.epoch),
+            position=at.samples,
+            smallest=1,
+            batches=self.config.accumulate,
+        )
         total = torch.zeros((), dtype=torch.float64)
         name = f"epoch {at.epoch + 1} of {self.config.epochs}"
         with Steps(name, len(loader), self.running.ranks.rank == 0) as progress:
-            group: list[Batch] = []
-            for batch in self.session.batches(loader):
-                group.append(batch)
+            for batch in self.session.batches(loader, self.classes):
+                total = total + self._optimizer_step(batch)
                 progress.advance()
-                if len(group) == self.config.accumulate:
-                    total = total + self._optimizer_step(group)
-                    group = []
-                    self._checkpoint_within(total)
-                    if self._at_end():
-                        break
+                self._checkpoint_within(total)
+                if self._at_end():
+                    break
         at.loss += self._checked(total)
         seconds = max(self.running.ranks.gather(time.perf_counter() - started))
-        self._end_epoch((at.samples - before) / seconds if seconds else 0.0)
+        self._measure((at.samples - before) / seconds if seconds else 0.0)
+        self._advance(whole=at.samples - before == loader.samples_left)
 
-    def _optimizer_step(self, group: list[Batch]) -> Tensor:
-        """Forward and backward of the batches, one update; the sum of the losses of their samples."""
-        together = sum(batch.together for batch in group)
-        total = torch.zeros((), dtype=torch.float64)
-        for number, batch in enumerate(group):
-            inputs, targets = self._prepared(batch)
-            part = {} if len(group) == 1 else {"accumulate": (number, len(group)), "weight": batch.together / together}
-            loss = self.running.train_step(inputs, targets, self._loss_of, **part)
-            total = total + loss.detach().to("cpu", torch.float64, non_blocking=True) * batch.together
-            self.at.samples += batch.together
+    def _optimizer_step(self, batch: Batch) -> Tensor:
+        """Forward, backward and update; the sum of the losses of the samples of all ranks."""
+        inputs, targets = self._prepared(batch)
+        loss = self.running.train_step(inputs, targets, self._loss_of)
+        total = loss.detach().to(torch.float64) * batch.together
+        self.at.samples += batch.together
         self.at.step += 1
         if self.average is not None:
             self.average.update()
@@ -170,7 +170,6 @@ class Trainer:
         return total
 
     def _prepared(self, batch: Batch) -> tuple[Tensor, Any]:
-        check_labels(batch.targets, self.classes, batch.indices)
         return self.mixup(batch, (self.config.seed, self.at.epoch), self.running.ranks.at.dp, self.config.input_layout)
 
     def _loss_of(self, outputs: Any, targets: Any) -> Tensor:
@@ -198,9 +197,9 @@ class Trainer:
         if self.checkpoints is not None and every is not None and self.at.step % every == 0:
             self._save(self.at.loss + self._checked(total))
 
-    def _end_epoch(self, speed: float) -> None:
-        """Metrics of the epoch; the position of the next one, and a checkpoint of it."""
-        at, config = self.at, self.config
+    def _measure(self, speed: float) -> None:
+        """Metrics of the epoch, validation included."""
+        at = self.at
         with self._averaged():
             found = score(self.session, self.data.validation, self._validation_loss())
         rate = self.running.optimizer.param_groups[0]["lr"] if self.running.optimizer is not None else None
@@ -217,11 +216,16 @@ class Trainer:
             "lr": None if rate is None else float(rate),
         }
         self.log.metrics(at.metrics)
-        if self.scheduler is not None and config.scheduler_interval == "epoch":
-            self.scheduler.step()
-        at.epoch, at.samples, at.loss = at.epoch + 1, 0, 0.0
+
+    def _advance(self, whole: bool) -> None:
+        """To the start of the next epoch, unless training ended within this one; a checkpoint of it."""
+        at = self.at
+        if whole:
+            at.epoch, at.samples, at.loss = at.epoch + 1, 0, 0.0
+            if self.scheduler is not None and self.config.scheduler_interval == "epoch":
+                self.scheduler.step()
         if self.checkpoints is not None:
-            self._save(0.0)
+            self._save(at.loss)
 
     def _validation_loss(self) -> Any:
         """The training loss without smoothing, on class numbers."""

@@ -183,6 +183,11 @@ class Loader:
     def __len__(self) -> int:
         return len(self.shares)
 
+    @property
+    def samples_left(self) -> int:
+        """Samples of all ranks that the whole pass takes."""
+        return self.shares.taken
+
     def __iter__(self) -> Iterator[Batch]:
         steps: list[Share] = list(self.shares)
         loader: DataLoader[Any] = DataLoader(

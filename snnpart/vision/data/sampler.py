@@ -59,6 +59,11 @@ class Shares:
         counted = rest // self.dp >= self.smallest if self.smallest else True
         return whole + bool(rest and counted)
 
+    @property
+    def taken(self) -> int:
+        """Samples that all ranks together take in what is left of the pass."""
+        return min(len(self) * self.batch * self.dp, self.length - self.position)
+
     def _permutation(self) -> torch.Tensor:
         if self.order is None:
             return torch.arange(self.length)
