@@ -26,7 +26,9 @@ from torch import Tensor, fx, nn
 from snnpart import frameworks, ops
 from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
+from snnpart.ops_fused import FusedNeuron
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
+from snnpart.runtime.kernels.fused_neuron import Fused
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import views_for_readers
 
@@ -46,6 +48,11 @@ class Taken(dict[str, Tensor]):
 
 class StageModule(Body):
     """A body that can be wrapped by DDP or FSDP2: its forward runs whichever bound graph it is given."""
+
+    def bound(self, target: Any) -> Any:
+        """A fused neuron runs as a kernel on a GPU."""
+        bound = super().bound(target)
+        return Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)

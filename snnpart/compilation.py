@@ -61,6 +61,9 @@ class Options:
     verify: Verify = "full"
     hoist: bool = True
     fold: bool = True
+    fuse: bool | None = None
+    neuron_dtype: str = "float32"
+    channels_last: bool | None = None
     detach_every: int | None = None
     state: str = "reset"
     memory: int | None = None
@@ -129,6 +132,7 @@ def compile_program(
         profile=profile,
         **sharding(options.shard),
     )
+    decided = replace(decided, **_kernels(graph, options, plan))
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
@@ -153,6 +157,20 @@ def analyses(profile: MachineProfile) -> tuple[Pass, ...]:
     """The analyses, with times for this machine."""
     usual = tuple(AnalyzeCost(profile) if isinstance(item, AnalyzeCost) else item for item in ANALYZE)
     return (*usual, MeasuredTimes(profile)) if profile.kernels or profile.scales else usual
+
+
+def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str, Any]:
+    """What the plan says of fused neurons and memory layout: as asked, else as the given plan has it, else both for a
+    network on a GPU. Neurons whose state outlives a call stay layers, which hold it."""
+    if plan is not None and options.fuse is None and options.channels_last is None:
+        return {"fuse": plan.fuse, "neuron_dtype": plan.neuron_dtype, "channels_last": plan.channels_last}
+    gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
+    stateless = options.state == "reset" and options.detach_every is None
+    return {
+        "fuse": stateless and (gpu if options.fuse is None else options.fuse),
+        "neuron_dtype": options.neuron_dtype,
+        "channels_last": gpu if options.channels_last is None else options.channels_last,
+    }
 
 
 def _check_cut(graph: SpikeGraph, plan: Plan) -> None:

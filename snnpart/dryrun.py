@@ -28,7 +28,7 @@ from snnpart.errors import PlanError, SnnpartError, VerifyError
 from snnpart.facts import Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import BATCH_SIZE, TRAINING
-from snnpart.ops_time import TIME_OPS, Loop
+from snnpart.ops_time import TIME_OPS, Nested
 from snnpart.program import Action, CompiledProgram, Port, StageProgram, TensorSlice
 
 
@@ -336,7 +336,7 @@ def _empty(item: Any) -> Tensor:
 def _is_taken_as_stated(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Buffer writers, the user's functions, and what makes a tensor from numbers (it would be on a real device)."""
     if node.target in (ops.batch_norm, ops.batch_norm_copies, ops.assign, *TIME_OPS) or isinstance(
-        node.target, (ops.Surrogate, Loop)
+        node.target, (ops.Surrogate, Nested)
     ):
         return True
     works = any(not isinstance(values[n], (bool, int, float)) for n in node.all_input_nodes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from snnpart import ops
-from snnpart.ops_time import TIME_OPS, Loop, leaf_paths
+from snnpart.ops_time import TIME_OPS, Nested, leaf_paths
 
 DROPOUTS = frozenset(
     ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"]
@@ -26,7 +26,7 @@ _NOT_IN_PLACE = frozenset({"__invert__", "__index__", "__int__", "__iter__", "an
 
 def is_random(node: fx.Node) -> bool:
     """True for a node that draws from the random number generator (also a dropout: it draws when training)."""
-    if isinstance(node.target, Loop):
+    if isinstance(node.target, Nested):
         return any(is_random(inner) for inner in node.target.nodes())
     if node.op == "call_method":
         return node.target in _RANDOM
@@ -49,7 +49,7 @@ def writes_buffer(node: fx.Node) -> bool:
     """True for an assignment, and for a BatchNorm that keeps running statistics."""
     if node.op != "call_function":
         return False
-    if isinstance(node.target, Loop):
+    if isinstance(node.target, Nested):
         return any(writes_buffer(inner) for inner in node.target.nodes())
     if node.target is ops.assign:
         return True

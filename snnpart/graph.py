@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from snnpart.guards import compares
-from snnpart.ops_time import Loop
+from snnpart.ops_time import Nested
 
 TRAINING = "training"
 BATCH_SIZE = "batch_size"
@@ -236,4 +236,4 @@ class Body(nn.Module):
 
     def bound(self, target: Any) -> Any:
         """What a node's target is over this body: a loop calls the body's leaves, all else is itself."""
-        return target.over(self.bind) if isinstance(target, Loop) else target
+        return target.over(self.bind) if isinstance(target, Nested) else target

@@ -88,8 +88,7 @@ def _key(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> s
         return repr((dims, encoded))
     graphs = [print_fx(graph, with_facts=False, with_origin=False) for graph in loop.graphs]
     _, fixed, carried = scan.args
-    return repr((dims, encoded, graphs, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan)))  # type:
-    ignore[arg - type]
+    return repr((dims, encoded, graphs, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan)))
 
 
 def _result(scan: fx.Node) -> int:
@@ -103,8 +102,7 @@ def _scan(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> 
         ((name, leaf),) = leaves.items()
         return scan_of_leaf(name, leaf)
     _, fixed, carried = scan.args
-    return scan_of_loop(loop, leaves, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan))  # type:
-    ignore[arg - type]
+    return scan_of_loop(loop, leaves, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan))
 
 
 def _fixed(item: Any) -> Any:

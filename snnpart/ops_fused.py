@@ -11,7 +11,7 @@ is which. Its placeholders are the values that the node is called with, in order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,11 @@ from snnpart import facts, ops
 from snnpart.errors import LaunchError
 from snnpart.facts import Value
 from snnpart.graph import output_node
-from snnpart.ops_time import Loop
-
-STATE_DTYPES = ("float32", "bfloat16", "float16")
+from snnpart.ops_time import Loop, Nested
 
 
 @dataclass(frozen=True, eq=False)
-class FusedNeuron:
+class FusedNeuron(Nested):
     """Computes `region`, whose neuron takes `steps` steps, with states rounded to the dtype `state` in a kernel.
 
     `over(bind)` is the region as a function over a module's leaves.
@@ -46,10 +44,6 @@ class FusedNeuron:
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         return (self.region,)
-
-    def nodes(self) -> Iterator[fx.Node]:
-        """Every node of the region."""
-        yield from self.region.nodes
 
     def over(self, bind: Callable[[fx.Graph], Callable[..., tuple[Any, ...]]]) -> Callable[..., Tensor]:
         """The region as a function whose neuron layers are those `bind` knows."""

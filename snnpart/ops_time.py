@@ -31,8 +31,26 @@ Keep = Literal["all", "last"]
 Step = Callable[..., tuple[Any, ...]]
 
 
+class Nested:
+    """A target that holds graphs of its own, whose neuron layers are called by their path."""
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graphs inside."""
+        raise NotImplementedError
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """Every node of the graphs inside."""
+        for graph in self.graphs:
+            yield from graph.nodes
+
+    def over(self, bind: Callable[[fx.Graph], Step]) -> Callable[..., Any]:
+        """The target as a function whose neuron layers are those `bind` knows."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class Loop:
+class Loop(Nested):
     """Runs `body` `steps` times. Call it with three tuples: sequences [T, ...], fixed values, and first carried ones.
 
     It returns a tuple with one tensor for each entry of `keep`. Neuron layers in the body are called by their path, so
@@ -53,11 +71,6 @@ class Loop:
     def graphs(self) -> tuple[fx.Graph, ...]:
         """The graph of an ordinary step, and that of the first one where it differs."""
         return (self.body,) if self.first is None else (self.body, self.first)
-
-    def nodes(self) -> Iterator[fx.Node]:
-        """Every node of the graphs inside."""
-        for graph in self.graphs:
-            yield from graph.nodes
 
     def over(self, bind: Callable[[fx.Graph], Step]) -> Callable[..., tuple[Tensor, ...]]:
         """The loop as a function whose neuron layers are those `bind` knows."""
@@ -85,19 +98,19 @@ def _run(
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Every node of a graph and of the loops in it."""
+    """Every node of a graph and of the graphs that its nodes hold."""
     for node in graph.nodes:
         yield node
-        if isinstance(node.target, Loop):
+        if isinstance(node.target, Nested):
             for inner in node.target.graphs:
                 yield from all_nodes(inner)
 
 
 def leaf_paths(node: fx.Node) -> tuple[str, ...]:
-    """The leaves that a node calls: that of a `call_module`, or those inside a loop."""
+    """The leaves that a node calls: that of a `call_module`, or those in the graphs that it holds."""
     if node.op == "call_module":
         return (str(node.target),)
-    if isinstance(node.target, Loop):
+    if isinstance(node.target, Nested):
         return tuple(dict.fromkeys(path for inner in node.target.nodes() for path in leaf_paths(inner)))
     return ()
 

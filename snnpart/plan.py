@@ -25,6 +25,7 @@ from snnpart.errors import ConfigError, PlanError
 
 SCHEDULES = schedules.NAMES
 DATA_PARALLEL = ("ddp", "fsdp2")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 VERSION = 1
 
 
@@ -39,6 +40,9 @@ class Plan:
     microbatches: int = 1
     stages_per_rank: int = 0
     memory: int = 0
+    fuse: bool = False
+    neuron_dtype: str = "float32"
+    channels_last: bool = False
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
 
@@ -53,6 +57,8 @@ class Plan:
         for name in ("stages_per_rank", "memory"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
+        if self.neuron_dtype not in STATE_DTYPES:
+            raise ConfigError(f"neuron_dtype={self.neuron_dtype!r} is not known", choices=STATE_DTYPES)
         object.__setattr__(self, "schedule", self.schedule or schedules.default(self.pp, self.microbatches))
         per_rank = schedules.stages_per_rank(self.schedule, self.pp, self.stages_per_rank)
         object.__setattr__(self, "stages_per_rank", per_rank)

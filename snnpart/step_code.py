@@ -276,8 +276,7 @@ def _pow(writer: _Writer, node: fx.Node) -> _Cell:
         if abs(exponent) < 9:
             return writer.name(f"1.0 / ({product})" if exponent < 0 else product, False)
     if not isinstance(base, fx.Node) and float(base) > 0:  # type: ignore[arg-type]
-        return writer.name(f"tl.exp({_number(math.log(float(base)))} * {writer.real(exponent)})", False)  # type:
-        ignore[arg - type]
+        return writer.name(f"tl.exp({_number(math.log(float(base)))} * {writer.real(exponent)})", False)
     raise StepError(f"there is no kernel text for {node.target} with {exponent}")
 
 

@@ -21,6 +21,7 @@ from snnpart.orders import Schedule, in_flight, make_schedule
 from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
+from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
@@ -40,15 +41,26 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
     cuts: dict[int, tuple[StageGraph, ...]] = {}
+    stays: dict[str, None] = {}
     for rank in range(plan.tp):
         same = twin(source, rank)
         if same not in cuts:
             cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count)
+            stays |= dict.fromkeys(_fuse(source, plan, cuts[same], profile))
         cuts[rank] = cuts[same]
         for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
             slices = tuple(_slice(source.tensors[name], tensors.get(name), rank) for name in names)
             programs[stage, rank] = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
-    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule)
+    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=tuple(stays))
+
+
+def _fuse(source: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...], profile: MachineProfile) -> tuple[str, ...]:
+    """Fuse the neurons of every stage if the plan says so; why others stay as they are."""
+    if not plan.fuse:
+        return ()
+    return tuple(
+        reason for cut in cuts for reason in fuse_neurons(cut.graph, source.leaves, profile, state=plan.neuron_dtype)
+    )
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:

@@ -12,7 +12,7 @@ waits for the device, so that a step can be captured.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -40,16 +40,14 @@ _ROUND = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}
 _WARPS = 4
 
 
-def available() -> bool:
-    """Whether kernels can be generated here."""
-    return triton is not None
-
-
 class Fused:
-    """A fused neuron bound over a module: call it with the values of the region's placeholders."""
+    """A fused neuron bound over a module: call it with the values of the region's placeholders.
 
-    def __init__(self, target: FusedNeuron, module: nn.Module) -> None:
-        self.target, self._module = target, module
+    `reference` is the region over the module, which runs where x is not on a GPU.
+    """
+
+    def __init__(self, target: FusedNeuron, module: nn.Module, reference: Callable[..., Tensor]) -> None:
+        self.target, self._module, self._reference = target, module, reference
         self._parts = ops_fused.parts(target.region)
         self._dims = len(facts.need(ops_fused.scan_input(self._parts.scan), Value).shape)
         places = {node: i for i, node in enumerate(n for n in target.region.nodes if n.op == "placeholder")}
@@ -62,6 +60,8 @@ class Fused:
         return step_of_region(self.target, self._module)
 
     def __call__(self, *args: Any) -> Tensor:
+        if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
+            return self._reference(*args)
         x, residual = args[self._places[self._parts.x]], self._value(self._parts.residual, args)
         x = x.flatten(0, 1) if x.dim() == self._dims else x
         p = tuple(self._parameter(name, args) for name in self.step.parameters)

@@ -14,6 +14,13 @@ A loop is followed by the graphs of its steps, which end with their `return`:
   body
     %step0 = input step0 : ...
     return (%m, %s, %m)
+
+and a fused neuron of 4 steps, whose states are kept in float32, by what it stands for:
+
+%f = fused 4 float32(%y) : ...
+  region
+    %y = input y : ...
+    return (%s,)
 """
 
 from __future__ import annotations
@@ -31,7 +38,9 @@ from snnpart import facts
 from snnpart.errors import ConfigError
 from snnpart.facts import Origin, Value, Values
 from snnpart.ops import Surrogate
-from snnpart.ops_time import Keep, Loop
+from snnpart.ops_fused import FusedNeuron
+from snnpart.ops_time import Keep, Loop, Nested
+from snnpart.plan import STATE_DTYPES
 from snnpart.text import functions, literals, types
 from snnpart.text.lexer import Line, lines
 from snnpart.text.literals import Reader
@@ -54,10 +63,14 @@ def print_fx(graph: fx.Graph, *, with_facts: bool = True, with_origin: bool = Tr
 def _print(graph: fx.Graph, with_facts: bool, with_origin: bool) -> Iterator[str]:
     for node in graph.nodes:
         yield print_node(node, with_facts, with_origin)
-        if isinstance(node.target, Loop):
-            for name, inner in zip(("body", "first"), node.target.graphs):
+        if isinstance(node.target, Nested):
+            for name, inner in zip(_blocks(node.target), node.target.graphs):
                 yield f"  {name}"
                 yield from (f"    {line}" for line in _print(inner, with_facts, with_origin))
+
+
+def _blocks(target: Nested) -> tuple[str, ...]:
+    return ("region",) if isinstance(target, FusedNeuron) else ("body", "first")
 
 
 def print_node(node: fx.Node, with_facts: bool = True, with_origin: bool = True) -> str:
@@ -100,6 +113,8 @@ def target_text(node: fx.Node) -> str:
         return f"surrogate {functions.class_path(target.function)}"
     if isinstance(target, Loop):
         return f"loop {target.steps} ({', '.join(target.keep)})"
+    if isinstance(target, FusedNeuron):
+        return f"fused {target.steps} {target.state}"
     path = functions.path_of(target)
     kind = "class " if isinstance(target, type) else "function " if ":" in path else ""
     return f"{kind}{path}"
@@ -162,9 +177,7 @@ def _read_graph(rest: deque[Line], modules: Collection[str] | None, last: int) -
     raise ConfigError("the graph does not end with a return", where=f"line {last}")
 
 
-def _read_line(
-    line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: Reader, rest: deque[Line]
-) -> fx.Node:
+def _read_line(line: Line, graph: fx.Graph, nodes: dict[str, fx.Node], reader: Reader, rest: deque[Line]) -> fx.Node:
     if line.take("return"):
         return graph.output(reader.read(line))
     token = line.need("node", "a node (%name) or return")
@@ -192,6 +205,8 @@ def _read_target(line: Line, reader: Reader, rest: deque[Line]) -> tuple[str, An
         return "placeholder", line.need("name", "the name of the input").text
     if line.peek.text == "loop":
         return "call_function", _loop(line, reader, rest)
+    if line.take("fused"):
+        return "call_function", _fused(line, reader, rest)
     if line.take("surrogate"):
         return "call_function", _surrogate(line, reader)
     if line.take("class"):
@@ -236,9 +251,17 @@ def _loop(line: Line, reader: Reader, rest: deque[Line]) -> Loop:
     return Loop(body, steps, tuple(keep), first)
 
 
-def _block(name: str, line: Line, reader: Reader, rest: deque[Line]) -> fx.Graph:
+def _fused(line: Line, reader: Reader, rest: deque[Line]) -> FusedNeuron:
+    steps = types.read_int(line)
+    state = line.need("name", "the dtype of states")
+    if state.text not in STATE_DTYPES:
+        raise line.error(f"states are not kept in '{state.text}'", state.column, STATE_DTYPES)
+    return FusedNeuron(_block("region", line, reader, rest, "a fused neuron"), steps, state.text)
+
+
+def _block(name: str, line: Line, reader: Reader, rest: deque[Line], owner: str = "a loop") -> fx.Graph:
     if not rest or rest[0].peek.text != name:
-        raise line.error(f"a loop is followed by its {name}", 1)
+        raise line.error(f"{owner} is followed by its {name}", 1)
     head = rest.popleft()
     head.expect(name)
     head.end()
