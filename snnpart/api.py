@@ -56,6 +56,9 @@ def parallelize(
     shard: Shard = "max",
     verify: Verify = "full",
     hoist: bool = True,
+    fuse: bool | None = None,
+    neuron_dtype: str = "float32",
+    channels_last: bool | None = None,
     fold: bool = True,
     detach_every: int | None = None,
     state: str = "reset",
@@ -96,6 +99,9 @@ def parallelize(
             (`RunningProgram.reset` and `reset_mask=` of the steps start sequences anew).
         fold: run what a time loop does at every step in one call over all steps, where no step needs another.
         hoist: compute what is repeated over time (a static image through the stem) once.
+        fuse: run norm, neuron and addition as one kernel (docs/kernels.md). None: where the model is on a GPU.
+        neuron_dtype: what membranes are rounded to from step to step in a fused neuron: "float32", "bfloat16", "float16".
+        channels_last: lay images out so in convolutional parts of the network. None: where the model is on a GPU.
         memory: bytes that one rank may take in a training step: parameters, gradients, two moments of an optimizer, and
             what backward needs of the microbatches in flight. Layers are shared and stages are cut so that it is kept.
         reset: resets the model's state, where snnpart cannot find out how.
@@ -150,6 +156,9 @@ def parallelize(
         shard=shard,
         verify=verify,
         hoist=hoist,
+        fuse=fuse,
+        neuron_dtype=neuron_dtype,
+        channels_last=channels_last,
         fold=fold,
         detach_every=detach_every,
         state=state,
