@@ -6,7 +6,7 @@ Form of the graph, checked by `verify`:
   integer placeholder `batch_size`.
 - `get_attr` reads one tensor of `tensors` by its name (`layer1.0.conv1.weight`), or the flag `training`.
 - `call_module` calls one leaf of `leaves` by its path: a neuron layer of a framework, or a module that stays whole.
-- everything else is `call_function` on a torch function or one of `snnpart.ops` and `snnpart.ops_time`, or
+- everything else is `call_function` on a torch function or one of `snnpart.ops`, `ops_norm` and `ops_time`, or
   `call_method` on a tensor method. The graphs inside an `ops_time.Loop` have this form too, but read no tensors: they
   are given them.
 - nothing is written in place: the tracer makes in-place writes functional. Buffers change only through

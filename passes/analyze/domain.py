@@ -1,8 +1,8 @@
 """analyze-domain: which numbers a value can hold, by interval arithmetic from the inputs on.
 
 A value is known by (low, high, whole): an interval and whether only whole numbers occur. Neurons give the domain that
-their adapter states; an `autograd.Function` could compute anything and counts as real. Nothing is claimed that is not
-certain: where the bound of a sum depends on the batch, it is infinite.
+their adapter states, an `autograd.Function` what follows from the operations of its forward (`surrogates`). Nothing is
+claimed that is not certain: where the bound of a sum depends on the batch, it is infinite.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from snnpart import facts
 from snnpart.facts import Domain, Value
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph, output_node
+from snnpart.ops import Surrogate
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.kinds import argument, first_value, name_of
+from snnpart.passes.analyze.surrogates import surrogate_bounds
 
 INF = math.inf
 
@@ -81,6 +83,8 @@ def _range(node: fx.Node, graph: SpikeGraph, ranges: dict[fx.Node, Range]) -> Ra
         return Range(known.low, known.high, known.kind != "real")
     if node.op not in ("call_function", "call_method"):
         return ANY
+    if isinstance(node.target, Surrogate):
+        return Range(*surrogate_bounds(node))
     if isinstance(node.target, Loop):
         return _hull(*_loop(node, graph, ranges))
     if name_of(node) == "getitem" and isinstance(node.args[0], fx.Node) and isinstance(node.args[0].target, Loop):

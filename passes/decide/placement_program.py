@@ -21,6 +21,7 @@ from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.rules import R, Row
 from snnpart.passes.decide.rules_matrix import data_of
 from snnpart.passes.decide.rules_shape import carries_gradient, value_bytes
+from snnpart.passes.rewrite.shared_statistics import STATISTICS, statistics_us
 
 Reader = tuple[frozenset[int], frozenset[int], frozenset[int]]
 """The variables of the rules by which a matrix operation deals out its result, reads its share of the input, and reads
@@ -188,6 +189,8 @@ class Builder:
     def _inside(self, node: fx.Node) -> Iterable[float]:
         """What one follower costs in messages when its cluster is sharded."""
         found = self.lanes.rows[node]
+        if found.rule == STATISTICS:
+            yield statistics_us(self.profile, node, self.tp)
         for i, (source, spread) in enumerate(zip(node.all_input_nodes, found.inputs)):
             gradient = carries_gradient(source)
             if spread == R:

@@ -12,7 +12,9 @@ result lies, and which inputs receive only this rank's part of their gradient. E
     conv with groups                  group      x S(channel), W S(0)       S(channel)     -       cut at group borders
     batch_norm, instance_norm         shard      x S(1), its tensors S(0)   S(1)           -
     group_norm                        shard      x S(1), its tensors S(0)   S(1)           -       cut at group borders
+        with fewer groups than ranks  statistics x S(1), its tensors S(0)   S(1)           -
     layer_norm, rms_norm, normalize   shard      x S, a dim not normalised  S              its scale and shift
+    layer_norm, rms_norm              statistics x S, a normalised dim      S              -  (its tensors cut as x)
     neuron layer                      shard      x S(channel)               S(channel)     its scalar parameters
     element-wise, broadcasting        shard      full operands S, others R  S              the R operands
     dropout, rand_like                shard      S, mask drawn whole        S              -
@@ -25,8 +27,9 @@ result lies, and which inputs receive only this rank's part of their gradient. E
 
 What a row costs: `column` sums x's gradient over ranks (all_reduce, backward), `row` sums the result (all_reduce,
 forward), `scatter` sums it and keeps a share (reduce_scatter forward, gather backward): norm and neuron then run on
-their slices. All others move nothing: forward and backward take 1/tp of the time. Where a producer's spread differs
-from what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward (as bits where
+their slices. `statistics` gathers every rank's mean and variance, a few numbers a sample, and scatters their gradient
+(`snnpart.ops_norm`). All others move nothing: forward and backward take 1/tp of the time. Where a producer's spread
+differs from what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward (as bits where
 the domain has few states and the link is slow enough) and a cut backward, or a reduce-scatter where `column` reads it.
 
 Channels are dealt out evenly, the first ranks one more; where an operation below needs whole heads, groups or blocks,

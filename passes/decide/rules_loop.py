@@ -16,6 +16,7 @@ from snnpart.ops_time import Loop
 from snnpart.passes.analyze.kinds import first_value
 from snnpart.passes.decide.rules import Ask, Declined, R, Row, Rule, checked, is_tensor
 from snnpart.passes.rewrite.local_sizes import local_arguments
+from snnpart.passes.rewrite.shared_statistics import STATISTICS
 
 Lane = Sharded | None
 
@@ -83,6 +84,8 @@ class _Inside:
 
     def _lane(self, node: fx.Node, inside: Ask) -> Lane:
         found = checked(node, self.follow(node, inside))
+        if found.rule == STATISTICS:
+            raise Declined(f"{node.name} inside it normalises over the sharded dim")
         for source, wanted in zip(node.all_input_nodes, found.inputs, strict=True):
             if wanted != (inside.lane(source) or R):
                 raise Declined(f"{node.name} inside it needs an operand otherwise than it lies")

@@ -6,18 +6,31 @@ from typing import Any
 
 from torch import fx
 
-from snnpart.facts import Sharded, Spread
+from snnpart import facts
+from snnpart.bits import states_of
+from snnpart.facts import Domain, Sharded, Spread, Value
 from snnpart.passes.decide.rules import Ask, Declined, Row, argument, divided, is_tensor, row, scaled, shape
 from snnpart.passes.decide.rules_matrix import einsum_terms
+from snnpart.passes.rewrite.shared_statistics import STATISTICS
 
 
 def layer_norm(node: fx.Node, ask: Ask) -> Row:
-    """layer_norm and rms_norm: the last dims are normalised together; another may be sharded (tokens, heads)."""
+    """layer_norm and rms_norm: the last dims are normalised together; where one of them is sharded, the ranks share
+    their statistics."""
     x, dims = argument(node, 0, "input"), argument(node, 1, "normalized_shape")
-    lane = ask.need(x)
-    if lane.dim >= len(shape(x)) - len(dims):
-        raise Declined("it normalises over the sharded dim")
-    return row(node, lane, {x: lane})
+    lane, before = ask.need(x), len(shape(x)) - len(dims)
+    if lane.dim < before:
+        return row(node, lane, {x: lane})
+    _refuse_bits(x)
+    own = Sharded(lane.dim - before, lane.pieces)
+    needs: dict[fx.Node, Spread] = {n: own for n in node.all_input_nodes if n is not x and is_tensor(n)}
+    return row(node, lane, {**needs, x: lane}, STATISTICS)
+
+
+def _refuse_bits(x: fx.Node) -> None:
+    """A value of few states is better gathered as bits than what a norm makes of it."""
+    if states_of(facts.get(x, Domain), facts.need(x, Value).dtype) is not None:
+        raise Declined("it normalises over the sharded dim; its input travels as bits")
 
 
 def normalize(node: fx.Node, ask: Ask) -> Row:
@@ -30,12 +43,15 @@ def normalize(node: fx.Node, ask: Ask) -> Row:
 
 
 def group_norm(node: fx.Node, ask: Ask) -> Row:
-    """Whole groups of channels; their number becomes local."""
+    """Whole groups of channels, whose number becomes local; with fewer groups than ranks these share statistics."""
     x, groups = argument(node, 0, "input"), argument(node, 1, "num_groups")
     lane = _channels(node, ask, x)
-    divided(lane.pieces, shape(x)[1] // groups, "groups")
     own = (argument(node, 2, "weight"), argument(node, 3, "bias"))
     needs: dict[fx.Node, Spread] = {n: Sharded(0, lane.pieces) for n in own if isinstance(n, fx.Node)}
+    if groups < ask.tp:
+        _refuse_bits(x)
+        return row(node, lane, {x: lane, **needs}, STATISTICS)
+    divided(lane.pieces, shape(x)[1] // groups, "groups")
     return row(node, lane, {x: lane, **needs})
 
 

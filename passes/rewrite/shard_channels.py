@@ -35,6 +35,7 @@ from snnpart.graph import SpikeGraph
 from snnpart.ops_time import leaf_paths
 from snnpart.passes.analyze.cost import put_saved
 from snnpart.passes.rewrite.local_sizes import local_arguments
+from snnpart.passes.rewrite.shared_statistics import STATISTICS, is_group_norm, with_statistics
 
 R = Replicated()
 
@@ -65,9 +66,9 @@ def shard_for_rank(graph: SpikeGraph, tp: int, rank: int, profile: MachineProfil
 def twin(graph: SpikeGraph, rank: int) -> int:
     """The first tp rank whose shares all have the sizes of `rank`'s: the two run the same graph on other slices.
 
-    A graph that keeps part of a random mask is the rank's alone.
+    A graph that keeps part of a random mask or of a group's statistics is the rank's alone.
     """
-    if any(is_random(node) and isinstance(facts.need(node, Placement).output, Sharded) for node in graph.graph.nodes):
+    if any(_names_pieces(node) for node in graph.graph.nodes):
         return rank
     spreads = {
         spread
@@ -79,6 +80,14 @@ def twin(graph: SpikeGraph, rank: int) -> int:
     return next(
         other for other in range(rank + 1) if all(spread.size(other) == spread.size(rank) for spread in spreads)
     )
+
+
+def _names_pieces(node: fx.Node) -> bool:
+    """Whether the rank's node says which channels are its own."""
+    placement = facts.get(node, Placement)
+    if placement is None or not isinstance(placement.output, Sharded):
+        return False
+    return is_random(node) or (placement.rule == STATISTICS and is_group_norm(node))
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,8 @@ class _Rewrite:
             return self._summed(node, inputs, placement.output)
         if is_random(node) and isinstance(placement.output, Sharded):
             return self._drawn(node, placement.output, inputs)
+        if placement.rule == STATISTICS and isinstance(placement.output, Sharded):
+            return self._with_statistics(node, placement.output, inputs)
         args, kwargs = local_arguments(node, placement, self.options.rank)
         new = self.graph.create_node(
             node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
@@ -173,6 +184,13 @@ class _Rewrite:
         whole = facts.need(node, Value).shape[spread.dim]
         given = (name, spread.dim, whole, spread.pieces[self.options.rank], node.args[1:], dict(node.kwargs))
         new = self.graph.call_function(ops.drawn_slice, (inputs[node.args[0]], *map_arg(given, inputs.__getitem__)))  # type: ignore[index, misc]
+        self._describe(new, node, spread, split=True)
+        return new
+
+    def _with_statistics(self, node: fx.Node, spread: Sharded, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A norm over the sharded dim."""
+        function, args = with_statistics(node, inputs, spread, self.options.rank, self.options.profile, self._add)
+        new = self.graph.create_node("call_function", function, args, {}, node.name)
         self._describe(new, node, spread, split=True)
         return new
 

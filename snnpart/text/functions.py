@@ -1,9 +1,9 @@
 """Names of call targets, both ways.
 
 A graph may call: the tensor functions of torch (those behind `torch`, `torch.nn.functional`, `torch.linalg`,
-`torch.special`, `torch.fft`), the arithmetic of `operator`, `snnpart.ops` and `snnpart.ops_time`. Nothing else
-resolves, so that reading a graph cannot call into files, pickles or the system. Classes (surrogates, NamedTuples) are
-imported by `module:qualname`; only subclasses of `autograd.Function` and of NamedTuple are accepted, and only from the
+`torch.special`, `torch.fft`), the arithmetic of `operator`, `snnpart.ops`, `snnpart.ops_norm` and `snnpart.ops_time`.
+Nothing else resolves, so that reading a graph cannot call into files, pickles or the system. Classes (surrogates,
+NamedTuples) are imported by `module:qualname`; only subclasses of `autograd.Function` and of NamedTuple are accepted, and only from the
 modules that the caller allows.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from snnpart import ops, ops_time
+from snnpart import ops, ops_norm, ops_time
 from snnpart.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -37,6 +37,7 @@ _OWN: tuple[Function, ...] = (
     ops.shard,
     ops.reduce_scatter,
     *ops_time.TIME_OPS,
+    *ops_norm.NORM_OPS,
 )
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
 _PYTHON_FACTORIES = ("tensor", "as_tensor", "arange")

@@ -108,7 +108,6 @@ DECLINE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "flatten all": (lambda m, y: y.permute(0, 2, 1, 3).flatten(1), "merged into a dim outside it"),
     "pool of channels": (lambda m, y: F.avg_pool1d(y.mean((2, 3)), 3), "pools over the sharded dim"),
     "unknown operation": (lambda m, y: torch.special.i0(y), "not in the sharding table"),
-    "layer norm": (lambda m, y: F.layer_norm(y, y.shape[1:]), "normalises over the sharded dim"),
     "coupling surrogate": (lambda m, y: Cross.apply(y), "not seen to treat every element by itself"),
     "product": (lambda m, y: y.mean(3) @ y.mean(3).transpose(1, 2), "batch dims"),
 }

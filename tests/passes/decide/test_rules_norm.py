@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from snnpart import facts, ops, simulate
-from snnpart.facts import Placement, Sharded
+from snnpart.facts import Placement, Sharded, Value
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from tests.lowering import assert_parity, compiled, fire
@@ -59,11 +59,29 @@ def _spiking(m: Any, x: Tensor) -> Tensor:
     return m.out((v @ (k.transpose(2, 3) @ q) * 0.1).reshape(x.shape[0], 12, 6, 6))
 
 
+def _random(norm: nn.Module) -> nn.Module:
+    """A norm whose scale and shift are not 1 and 0."""
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm
+
+
 FOLLOW: Mapping[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], str]]] = {
     "group norm": lambda: _image(12, lambda m, x: m.norm(m.conv(x)), norm=nn.GroupNorm(6, 12)),
     "instance norm": lambda: _image(7, lambda m, x: m.norm(m.conv(x)), norm=nn.InstanceNorm2d(7, affine=True)),
     "layer norm of rows": lambda: _image(7, lambda m, x: m.norm(m.conv(x)), norm=nn.LayerNorm(6)),
     "rms norm of rows": lambda: _image(7, lambda m, x: m.norm(m.conv(x)), norm=nn.RMSNorm((6, 6))),
+    "layer norm of features": lambda: _tokens(7, lambda m, x: m.n(m.proj(x)) ** 2, n=_random(nn.LayerNorm(7))),
+    "layer norm without scale": lambda: _tokens(
+        7, lambda m, x: m.n(m.proj(x)) ** 2, n=nn.LayerNorm(7, eps=0.1, elementwise_affine=False)
+    ),
+    "layer norm of images": lambda: _image(7, lambda m, x: m.n(m.conv(x)) ** 2, n=_random(nn.LayerNorm((7, 6, 6)))),
+    "rms norm of features": lambda: _tokens(7, lambda m, x: m.n(m.proj(x)) ** 3, n=_random(nn.RMSNorm(7))),
+    "rms norm with eps": lambda: _image(7, lambda m, x: m.n(m.conv(x)) ** 3, n=_random(nn.RMSNorm((7, 6, 6), eps=0.1))),
+    "group norm of one group": lambda: _image(7, lambda m, x: m.n(m.conv(x)) ** 2, n=_random(nn.GroupNorm(1, 7))),
+    "group norm without pixels": lambda: _tokens(
+        9, lambda m, x: m.n(m.proj(x).flatten(0, 1)) ** 2, n=_random(nn.GroupNorm(1, 9))
+    ),
     "normalize": lambda: _image(7, lambda m, x: F.normalize(m.conv(x), dim=2)),
     "prelu": lambda: _image(7, lambda m, x: m.slope(m.conv(x)), slope=nn.PReLU(7)),
     "pixel shuffle": lambda: _image(16, lambda m, x: F.pixel_shuffle(m.conv(x), 2) ** 2),
@@ -115,9 +133,10 @@ def test_it_is_sharded_and_equal(name: str, tp: int) -> None:
 
 
 DECLINE: Mapping[str, tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...], str]], str]] = {
-    "layer norm": (lambda: _tokens(8, lambda m, x: m.n(m.proj(x)), n=nn.LayerNorm(8)), "normalises over the sharded"),
+    "layer norm of spikes": (
+        lambda: _tokens(8, lambda m, x: m.n(fire(m.proj(x))), n=nn.LayerNorm(8)), "its input travels as bits"
+    ),
     "normalize": (lambda: _image(8, lambda m, x: F.normalize(m.conv(x))), "normalises over the sharded dim"),
-    "group norm": (lambda: _image(4, lambda m, x: m.n(m.conv(x)), n=nn.GroupNorm(1, 4)), "borders of groups"),
     "einsum": (lambda: _tokens(8, lambda m, x: torch.einsum("btc->bt", m.proj(x))), "sums over the sharded dim"),
 }  # fmt: skip
 
@@ -129,6 +148,16 @@ def test_it_declines_with_a_reason(name: str) -> None:
     program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={path: "column"}), out_dims=0)
     assert any(reason in text for text in _notes(program).values()), program.source.notes
     assert_parity(module, inputs, program)
+
+
+@pytest.mark.parametrize("name", ["layer norm of features", "rms norm of features", "group norm of one group"])
+def test_a_norm_over_the_sharded_dim_sends_its_statistics_only(name: str) -> None:
+    module, inputs, path = FOLLOW[name]()
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={path: "column", "n": "statistics"}), out_dims=0)
+    sent = [n for n in program.stage(0, 0).graph.nodes if n.target is ops.all_gather]
+    assert program.plan.shards["n"] == "statistics"
+    statistics, result = (facts.need(node, Value) for node in sent)
+    assert statistics.numel < result.numel
 
 
 class Tied(nn.Module):
