@@ -80,6 +80,22 @@ def test_a_missing_gradient_sum_is_found() -> None:
         got.gradients()
 
 
+def test_gradients_that_are_zero_but_for_rounding_may_differ_in_it() -> None:
+    """A bias in front of a BatchNorm: each rank's own sum leaves another rest."""
+    module, inputs, options = make("residual")
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"": "replicate"}), **options)
+    got = simulate.run(program, inputs, training=True)
+    got.outputs[0].square().sum().backward()
+    bias, name = got.ranks[0, 1].tensors["blocks.0.conv2.bias"], "blocks.0.conv2.bias"
+    want = got.gradients()[name]
+    assert bias.grad is not None and want is not None and 0 < want.abs().max() < 1e-12
+    bias.grad.neg_()
+    assert got.gradients()[name] is not None
+    bias.grad += 1e-3
+    with pytest.raises(VerifyError, match="tp rank 1 has another gradient of 'blocks.0.conv2.bias'"):
+        got.gradients()
+
+
 def test_too_small_a_batch_is_refused() -> None:
     module, inputs, options = make("residual")
     program = compiled(module, inputs, **options)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from snnpart.errors import TraceError
 from snnpart.frameworks import adapter_for, preserved, reset_state
+from snnpart.trace import trace
 from tests.frameworks.neurons import every_case
 from tests.zoo_models import Lif
 
@@ -218,3 +219,24 @@ def test_state_of_an_inference_is_put_back() -> None:
     with preserved(model), torch.inference_mode():
         held.zero_()
     assert model.mem is held and held.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_class_wide_reset_inside_forward_reaches_this_model_only() -> None:
+    """snnTorch's `utils.reset` walks all neurons of the process; others may hold anything."""
+    snn, utils = pytest.importorskip("snntorch"), pytest.importorskip("snntorch.utils")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 5), snn.Leaky(beta=0.8, init_hidden=True), nn.Linear(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            utils.reset(self.body)
+            return torch.stack([self.body(x) for _ in range(2)])
+
+    other, net = Net(), Net()
+    other.body[1].mem = held = torch.ones(7, 5)
+    listed = list(snn.SpikingNeuron.instances)
+    graph = trace(net, torch.ones(2, 4))
+    assert graph.batch_fixed == "" and [leaf.neuron for leaf in graph.leaves.values()] == [True]
+    assert other.body[1].mem is held and snn.SpikingNeuron.instances == listed

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from snnpart import facts, parallelize
+from snnpart.facts import Value
 from snnpart.gate.observe import copies, observe_module
 from snnpart.graph import BATCH_SIZE
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps
@@ -384,3 +386,28 @@ def test_the_folded_graph_takes_other_batches() -> None:
     sizes = [7] if any(node.target == BATCH_SIZE for node in graph.graph.nodes) else []
     got, want = body.bind(graph.graph)(x, *sizes), net(x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_steps_without_gradient_do_not_hide_the_one_that_has_it() -> None:
+    """B12: rates are recorded under no_grad, then the same layers run once more and learn."""
+
+    class Recorded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def step(self, x: Tensor) -> Tensor:
+            return spike(self.c(spike(self.b(spike(self.a(x))))))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                rate = torch.stack([self.step(x) for _ in range(2)]).mean(0)
+            return self.step(x) + rate
+
+    torch.manual_seed(0)
+    net = active(Recorded())
+    graph = check(net, images(3, 6), fires=False)
+    linears = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "linear"]
+    values = [facts.need(node.args[0], Value).requires_grad for node in linears]  # type: ignore[arg-type]
+    assert values == [False, True, True], "a gradient goes back through the layers' inputs, though not at steps 0 and 1"
+    parallelize(net, example_inputs=images(3, 6), tp=2, verify="full")
