@@ -99,9 +99,9 @@ def parallelize(
             (`RunningProgram.reset` and `reset_mask=` of the steps start sequences anew).
         fold: run what a time loop does at every step in one call over all steps, where no step needs another.
         hoist: compute what is repeated over time (a static image through the stem) once.
-        fuse: run norm, neuron and addition as one kernel (docs/kernels.md). None: where the model is on a GPU.
-        neuron_dtype: what membranes are rounded to from step to step in a fused neuron: "float32", "bfloat16", "float16".
-        channels_last: lay images out so in convolutional parts of the network. None: where the model is on a GPU.
+        fuse, channels_last: one kernel for norm, neuron and addition; images with channels last (docs/kernels.md).
+            None: both where the model is on a GPU.
+        neuron_dtype: what a fused neuron rounds membranes to from step to step: "float32", "bfloat16", "float16".
         memory: bytes that one rank may take in a training step: parameters, gradients, two moments of an optimizer, and
             what backward needs of the microbatches in flight. Layers are shared and stages are cut so that it is kept.
         reset: resets the model's state, where snnpart cannot find out how.
@@ -127,16 +127,13 @@ def parallelize(
         )
     fixed = read_plan(plan)
     if fixed is not None:
-        _check_agrees(
-            fixed,
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            schedule=schedule,
-            microbatches=microbatches,
-            stages_per_rank=stages_per_rank,
-            memory=memory,
-        )
+        given = {
+            "stages_per_rank": stages_per_rank,
+            "memory": memory,
+            "schedule": schedule,
+            "microbatches": microbatches,
+        }
+        _check_agrees(fixed, tp=tp, pp=pp, dp=dp, **given)
         tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule
         microbatches, stages_per_rank = fixed.microbatches, fixed.stages_per_rank
         memory = fixed.memory or None
