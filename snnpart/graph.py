@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from snnpart.guards import compares
-from snnpart.ops_time import Nested
+from snnpart.ops_time import Loop, Nested
 
 TRAINING = "training"
 BATCH_SIZE = "batch_size"
@@ -236,4 +236,8 @@ class Body(nn.Module):
 
     def bound(self, target: Any) -> Any:
         """What a node's target is over this body: a loop calls the body's leaves, all else is itself."""
-        return target.over(self.bind) if isinstance(target, Nested) else target
+        if not isinstance(target, Loop):
+            return target.over(self.bind) if isinstance(target, Nested) else target
+        from snnpart.scan import Scan  # it traces the layers' steps, for which it needs graphs
+
+        return Scan(target, self.bind, self.get_submodule)

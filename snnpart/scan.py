@@ -1,0 +1,256 @@
+"""Runs a `Loop`: where that works in the open (`step_graph`), else step by step as it is written.
+
+What a step's values are like is known when the first step has run: carried values may begin as something else (a
+number, an empty tensor). An opened step holds for one set of shapes and types and is kept. Where the first step differs
+only in what is carried into it, all steps run in the open; otherwise the first runs as it is written.
+
+Values that are made for all steps in one call must stay in the processor's cache, or memory costs more than the calls
+saved: on the CPU larger ones are made step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from snnpart import effects
+from snnpart.ops_time import Loop, leaf_paths
+from snnpart.ops_time import Step as Run
+from snnpart.step_graph import Shape, Step, StepModule, carries_alike, open_step
+from snnpart.step_sort import Sorted, extract, first_carried, sort_step
+
+CACHE_BYTES = 8 * 2**20
+"""Of a value of all steps that is made in one call on the CPU: a share of a common last-level cache."""
+
+_KEPT = 16
+_HERE = object()
+Bind = Callable[[fx.Graph], Run]
+Values = dict[fx.Node, Tensor]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Nested arguments as their tensors and the rest."""
+
+    tensors: tuple[Tensor, ...]
+    spec: pytree.TreeSpec
+    rest: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Packed:
+        leaves, spec = pytree.tree_flatten(value)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return cls(tensors, spec, tuple(_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
+        """The arguments with these tensors."""
+        given = iter(tensors)
+        return pytree.tree_unflatten([next(given) if leaf is _HERE else leaf for leaf in self.rest], self.spec)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for arguments for which a step computes alike."""
+        rest = tuple("tensor" if leaf is _HERE else repr(leaf) for leaf in self.rest)
+        return *map(_like, self.tensors), self.spec, rest
+
+
+def _like(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.device, x.requires_grad
+
+
+class Scan:
+    """A loop bound over a module: called as the loop is, with sequences, fixed values, and the first carried ones."""
+
+    def __init__(self, loop: Loop, bind: Bind, submodule: Callable[[str], nn.Module]) -> None:
+        self._loop, self._submodule = loop, submodule
+        self._closed, self._first = loop.over(bind), bind(loop.graphs[-1])
+        self._has_effects = any(effects.is_random(node) or effects.writes_buffer(node) for node in loop.nodes())
+        self._opened: dict[Any, Opened | None] = {}
+
+    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+        opened = self._open(sequences, fixed, carried)
+        if opened is None:
+            return self._closed(sequences, fixed, carried)
+        return opened(sequences, fixed, carried)
+
+    def _open(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> Opened | None:
+        leaves = {path: self._submodule(path) for node in self._loop.nodes() for path in leaf_paths(node)}
+        given = Packed.of((tuple(sequences), tuple(fixed), tuple(carried)))
+        if not self._can_open(leaves, given):
+            return None
+        tensors = [x for leaf in leaves.values() for x in (*leaf.parameters(), *leaf.buffers())]
+        mode = (torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")))
+        key = given.key, tuple(map(_like, tensors)), tuple(leaf.training for leaf in leaves.values()), mode
+        if key not in self._opened:
+            while len(self._opened) >= _KEPT:
+                self._opened.pop(next(iter(self._opened)))
+            self._opened[key] = _opened(self._loop, leaves, self._first, sequences, fixed, carried)
+        return self._opened[key]
+
+    def _can_open(self, leaves: Mapping[str, nn.Module], given: Packed) -> bool:
+        """Whether the layers get their state as arguments, nothing hooks into them, and the values hold data."""
+        calls = [node for node in self._loop.nodes() if node.op == "call_module"]
+        explicit = all(len(node.all_input_nodes) + (None in node.args) > 1 for node in calls)
+        plain = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in given.tensors)
+        modules = [module for leaf in leaves.values() for module in leaf.modules()]
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        return explicit and plain and not (hooked or self._has_effects or torch.compiler.is_compiling())
+
+
+def _opened(
+    loop: Loop,
+    leaves: Mapping[str, nn.Module],
+    first: Run,
+    sequences: Sequence[Tensor],
+    fixed: Sequence[Any],
+    carried: Sequence[Any],
+) -> Opened | None:
+    """The loop's steps in the open, for values like those given; None where that does not work."""
+    begin = [sequence[0] for sequence in sequences]
+    made = Packed.of(tuple(first(*begin, *fixed, *carried)[: len(carried)]))
+    if any(leaf is not _HERE for leaf in made.rest):
+        return None
+    counts = Shape(len(begin), len(Packed.of(tuple(fixed)).tensors), len(made.tensors))
+    ordinary = Packed.of((*begin, *fixed, *made.fill(made.tensors)))
+    module = StepModule(loop.body, leaves, ordinary.fill)
+    step = open_step(module, ordinary.tensors, counts)
+    if step is None or not carries_alike(step):
+        return None
+    in_cache = loop.steps * max((x.nbytes for x in begin), default=0) <= CACHE_BYTES
+    batched = in_cache or any(x.device.type != "cpu" for x in ordinary.tensors)
+    start = _begin(loop, leaves, step, Packed.of((*begin, *fixed, *carried)))
+    return Opened(loop, sort_step(step, batched), module, first, start)
+
+
+def _begin(loop: Loop, leaves: Mapping[str, nn.Module], step: Step, given: Packed) -> Piece | None:
+    """Makes what the first step reads in the place of carried values; None where it differs in more."""
+    module = StepModule(loop.graphs[-1], leaves, given.fill)
+    known = step.shape.sequences + step.shape.fixed
+    shape = Shape(step.shape.sequences, step.shape.fixed, len(given.tensors) - known)
+    first = open_step(module, given.tensors, shape)
+    found = None if first is None else first_carried(step, first)
+    if first is None or found is None:
+        return None
+    return Piece(first.operations, found, (*first.inputs, *first.tensors))
+
+
+class Piece:
+    """Some operations as a function: the values of `inputs` in, those of `outputs` out."""
+
+    def __init__(self, nodes: Iterable[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> None:
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        code = extract(nodes, self.inputs, self.outputs).python_code("self")
+        scope = dict(code.globals)
+        exec(compile(code.src, f"<snnpart step {id(self)}>", "exec"), scope)
+        self._run = scope["forward"]
+
+    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = self._run(None, *values)
+        return made
+
+    def over(self, values: Mapping[fx.Node, Tensor]) -> Values:
+        """The outputs by their nodes."""
+        return dict(zip(self.outputs, self(*(values[node] for node in self.inputs)), strict=True))
+
+
+def _piece(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
+    """The operations with the inputs that they read."""
+    own = set(nodes)
+    read = [source for node in nodes for source in node.all_input_nodes if source not in own]
+    return Piece(nodes, outputs, tuple(dict.fromkeys([*read, *(node for node in outputs if node not in own)])))
+
+
+class Opened:
+    """A loop whose steps run in the open; without `start` the first one runs as it is written."""
+
+    def __init__(self, loop: Loop, step: Sorted, module: StepModule, first: Run, start: Piece | None) -> None:
+        self._loop, self._graph, self._module = loop, step.step, module
+        self._first, self._start = first, start
+        self._once, self._before = _piece(step.once, step.once), _piece(step.before, step.before)
+        self._state, self._results = self._graph.carried, self._graph.results
+        self._late = tuple(dict.fromkeys(node for node in self._results if node in step.after))
+        self._after = _piece(step.after, self._late)
+        read_after = [node for node in self._after.inputs if node in self._state]
+        self._kept = tuple(dict.fromkeys([*read_after, *(n for n in self._results if n not in self._late)]))
+        self._each_piece(step)
+
+    def _each_piece(self, step: Sorted) -> None:
+        """What runs step by step: it is given values of the step, then what is carried, then all else."""
+        outputs, carried = (*self._state, *self._kept), self._graph.group("carried")
+        changing = {*self._graph.group("sequences"), *step.before}
+        read = [node for node in _piece(step.each, outputs).inputs if node not in carried]
+        self._streams = tuple(node for node in read if node in changing)
+        self._fixed = tuple(node for node in read if node not in changing)
+        self._each = Piece(step.each, outputs, (*self._streams, *carried, *self._fixed))
+
+    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+        values = self._values(sequences, fixed)
+        if self._start is not None:
+            return self._joined(values, self._run(values, self._started(sequences, fixed, carried), 0), None)
+        out = self._first(*(sequence[0] for sequence in sequences), *fixed, *carried)
+        count = len(carried)
+        kept = self._run(values, Packed.of(tuple(out[:count])).tensors, 1)
+        return self._joined(values, kept, out[count:])
+
+    def _values(self, sequences: Sequence[Tensor], fixed: Sequence[Any]) -> Values:
+        """What does not change from step to step, and what changes at all steps [T, ...]."""
+        values = dict(zip(self._graph.group("fixed"), Packed.of(tuple(fixed)).tensors, strict=True))
+        values |= {node: self._module.tensor(str(node.target)) for node in self._graph.tensors}
+        values |= self._once.over(values)
+        values |= dict(zip(self._graph.group("sequences"), sequences, strict=True))
+        return values | self._before.over(values)
+
+    def _started(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> Sequence[Tensor]:
+        assert self._start is not None
+        given = Packed.of((*(sequence[0] for sequence in sequences), *fixed, *carried)).tensors
+        tensors = (self._module.tensor(str(node.target)) for node in self._start.inputs[len(given) :])
+        return self._start(*given, *tensors)
+
+    def _run(self, values: Values, state: Sequence[Tensor], begin: int) -> dict[fx.Node, list[Tensor]]:
+        """The steps from `begin` on; the kept values of each."""
+        streams = [values[node].unbind(0) for node in self._streams]
+        fixed = [values[node] for node in self._fixed]
+        count, kept = len(self._state), []
+        for t in range(begin, self._loop.steps):
+            out = self._each(*(stream[t] for stream in streams), *state, *fixed)
+            state = out[:count]
+            kept.append(out[count:])
+        return {node: list(found) for node, found in zip(self._kept, zip(*kept, strict=True), strict=True)}
+
+    def _joined(
+        self, values: Values, kept: Mapping[fx.Node, list[Tensor]], begun: Sequence[Tensor] | None
+    ) -> tuple[Tensor, ...]:
+        """The results of the loop; `begun` are those of a first step that ran apart."""
+        late = self._made_late(values, kept, begun is not None)
+        found = []
+        for at, (node, keep) in enumerate(zip(self._results, self._loop.keep, strict=True)):
+            first = [] if begun is None else [begun[at]]
+            if node in late:
+                made = late[node]
+                if keep == "last":
+                    made = made[-1]
+                elif first:
+                    made = torch.cat([first[0].unsqueeze(0), made])
+            else:
+                made = kept[node][-1] if keep == "last" else torch.stack([*first, *kept[node]])
+            found.append(made)
+        return tuple(found)
+
+    def _made_late(self, values: Values, kept: Mapping[fx.Node, list[Tensor]], apart: bool) -> Values:
+        """What is made of all steps at once: [T, ...], without a first step that ran apart."""
+        if not self._late:
+            return {}
+        given = {
+            node: torch.stack(kept[node]) if node in kept else self._later(values[node], node, apart)
+            for node in self._after.inputs
+        }
+        return self._after.over(given)
+
+    def _later(self, value: Tensor, node: fx.Node, apart: bool) -> Tensor:
+        changes = node in self._graph.group("sequences") or node in self._before.outputs
+        return value[1:] if apart and changes else value
