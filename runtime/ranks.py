@@ -128,6 +128,7 @@ def _begin_world(device: torch.device, timeout: timedelta) -> None:
     """The default process group, from torchrun's environment. A process may end it and begin another: each has keys of
     its own in the store, where the addresses of the one before still stand."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # its watchdog would break a capture
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore(f"snnpart{next(_worlds)}", store),

@@ -26,7 +26,7 @@ from snnpart.runtime.execution import Execution
 from snnpart.runtime.gradients import PartialGradients
 from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import MEAN
-from snnpart.runtime.precision import Precision
+from snnpart.runtime.precision import LossScale, Precision
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.settings import Settings
 from snnpart.runtime.signatures import Signatures, Specialise
@@ -171,6 +171,25 @@ class RunningProgram:
     def full_state(self) -> FullState:
         """The network's tensors, whole."""
         return self._state
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's part of the network."""
+        return self._stage
+
+    @property
+    def full_state(self) -> FullState:
+        """The network's tensors, whole."""
+        return self._state
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by under precision="fp16"."""
+        return self._engine.precision.scale
+
+    def settle(self) -> None:
+        """Wait for all train steps under way on the device, and raise what was wrong with them."""
+        self._execution.settle()
 
     @property
     def notices(self) -> Sequence[str]:

@@ -101,6 +101,8 @@ class Stage:
         self.between: Between | None = None
         self._launched: SpikeGraph | None = None
         self._seed: int | None = None
+        self.generator: torch.Generator | None = None
+        """On CUDA, what the ranks of a tp group draw from."""
         self.passes = 0
         self._resets = {
             path: [(frameworks.adapter_for(m), m) for m in leaf.modules()] for path, leaf in self.leaves.items()
@@ -195,17 +197,32 @@ class Stage:
         """Have the tp ranks draw the same random numbers from now on: they hold the same replicated activations."""
         if ranks.mesh.tp > 1:
             self._seed = ranks.gather(torch.initial_seed(), ranks.axes["tp"])[0] + _SEED_STEP * ranks.at.dp
+            if self.device.type == "cuda":
+                self.generator = torch.Generator(self.device).manual_seed(self._seed % 2**63)
 
     @contextmanager
     def _random_numbers(self) -> Iterator[None]:
         if self._seed is None:
             yield
             return
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed((self._seed + self.passes) % 2**63)
+        with torch.random.fork_rng([]), self._own_generator():
+            torch.default_generator.manual_seed((self._seed + self.passes) % 2**63)
             self.passes += 1
             yield
+
+    @contextmanager
+    def _own_generator(self) -> Iterator[None]:
+        """A block that draws from our generator on CUDA: exchanged, not seeded, which a graph can capture."""
+        if self.generator is None:
+            yield
+            return
+        default = torch.cuda.default_generators[self.device.index or 0]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.generator)
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(before)
 
     def run(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
         """Call through the module, so that hooks of a wrapper see it."""

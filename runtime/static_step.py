@@ -98,6 +98,8 @@ class StaticStep:
         engine = self._engine
         engine.zero_grad()
         graph = torch.cuda.CUDAGraph()
+        if engine.stage.generator is not None:
+            graph.register_generator_state(engine.stage.generator)
         with (
             self._update.rates_on_device(),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),

@@ -81,7 +81,8 @@ class Update:
             self.prepare()
 
     def hyperparameters(self) -> tuple[Any, ...]:
-        """All that a captured step takes as fixed."""
+        """All that a captured step takes as fixed; a loaded optimizer is made ready again first."""
+        self.prepare()
         if self._engine.optimizer is None:
             return (self.generation,)
         groups = self._engine.optimizer.param_groups

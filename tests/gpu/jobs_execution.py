@@ -1,0 +1,162 @@
+"""Trains a small network on GPUs under an execution mode, and writes what came of it. Run by torchrun:
+
+    torchrun --nproc-per-node 2 -m tests.gpu.jobs_execution OUT.pt CASE [CASE ...]
+
+A case is `NAME:MODE:PRECISION`; names are those of `TOPOLOGIES`. Rank 0 writes `{case: result}`; a case that fails has
+the text of its error as `error`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from snnpart.api import parallelize
+from snnpart.runtime.running import RunningProgram
+from tests.distributed.cases import LIF
+
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "ddp2": (2, {}),
+    "fsdp2": (2, {"dp": "fsdp2"}),
+    "tp2": (2, {"tp": 2}),
+    "pp2-gpipe": (2, {"pp": 2, "schedule": "gpipe", "microbatches": 2}),
+    "pp2-1f1b": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 4}),
+    "pp2-interleaved": (2, {"pp": 2, "schedule": "interleaved-1f1b", "microbatches": 2}),
+    "pp2-zbv": (2, {"pp": 2, "schedule": "zbv", "microbatches": 4}),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS, BATCH, T = 20, 16, 3
+UNEVEN = {9: 12, 19: 11}
+"""Samples of the whole batch in the steps that have fewer."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c1, self.b1, self.n1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), LIF()
+        self.c2, self.b2, self.n2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.n2(self.b2(self.c2(self.n1(self.b1(self.c1(x))))))
+        return out
+
+
+class Net(nn.Module):
+    """One step of images [N, 3, 16, 16] -> [N, 10]: a stem, four blocks, dropout where asked for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c, self.b, self.n = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), LIF()
+        self.blocks = nn.Sequential(*(Block(16) for _ in range(4)))
+        self.drop, self.h = nn.Dropout(dropout), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.n(self.b(self.c(x))))
+        out: Tensor = self.h(self.drop(x.mean((2, 3))))
+        return out
+
+
+def make_net(dropout: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    """Images of the whole batch [N, 3, 16, 16] and their classes."""
+    size = UNEVEN.get(number, BATCH)
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(size, 3, 16, 16, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.mean(0), target)
+
+
+def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **options: Any) -> RunningProgram:
+    ranks, topology = TOPOLOGIES[name]
+    x, _ = batch(0)
+    share = BATCH // 2 if name in ("ddp2", "fsdp2") else BATCH
+    program = parallelize(
+        make_net(dropout), example_inputs=x[:share], input_layout="NCHW", time_steps=T, verify="off", **topology
+    )
+    running = program.launch(
+        lambda params: torch.optim.AdamW(params, lr=2e-3),
+        device=DEVICE,
+        execution=mode,
+        precision=precision,
+        clip_grad_norm=1.0,
+        **options,
+    )
+    assert isinstance(running, RunningProgram)
+    return running
+
+
+def train(name: str, mode: str, precision: str) -> dict[str, Any]:
+    """Steps with a changing learning rate and uneven batches; a launch in the middle takes over the state."""
+    running = launched(name, mode, precision)
+    losses: list[Tensor] = []
+    notices: list[str] = []
+    started = time.perf_counter()
+    for number in range(STEPS):
+        if number == STEPS // 2 + 2:
+            state, inner = running.state_dict(), running.optimizer.state_dict() if running.optimizer else None
+            notices += running.notices
+            running.close()
+            running = launched(name, mode, precision)
+            running.load_state_dict(state)
+            if running.optimizer is not None:
+                running.optimizer.load_state_dict(inner)
+        for group in running.optimizer.param_groups if running.optimizer else ():
+            group["lr"] = 2e-3 * 0.95**number
+        dp, at = running.ranks.mesh.dp, running.ranks.at.dp
+        x, y = (part.tensor_split(dp)[at] for part in batch(number))
+        losses.append(running.train_step(x, y, loss_fn))
+    found = [float(loss) for loss in losses]
+    seconds = time.perf_counter() - started
+    x, y = batch(100)
+    outputs = running.eval_step(x)
+    result = {"losses": found, "state": running.state_dict(), "outputs": outputs.float().cpu(), "seconds": seconds}
+    result |= {"notices": notices + list(running.notices), "norm": float(running.grad_norm or 0.0)}
+    result["captured"] = sum(step.is_captured for step in running._execution._steps.values())
+    running.close()
+    return result
+
+
+def main() -> None:
+    path, *cases = sys.argv[1:]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    rank = int(os.environ.get("RANK", "0"))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if DEVICE == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
+    found: dict[str, Any] = {}
+    for case in cases:
+        name, mode, precision = case.split(":")
+        try:
+            found[case] = train(name, mode, precision)
+        except Exception:
+            found[case] = {"error": traceback.format_exc()[-3000:]}
+            if rank == 0:
+                torch.save(found, path)
+            print(case, "rank", rank, found[case]["error"], file=sys.stderr, flush=True)
+            os._exit(1)
+        if rank == 0:
+            torch.save(found, path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

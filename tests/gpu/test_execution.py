@@ -1,0 +1,91 @@
+"""Captured train steps on GPUs are eager ones, for every mode, precision and topology.
+
+Float32 without TF32 over 20 steps with a falling learning rate, two uneven batches and a launch in the middle that
+takes over weights and optimizer. bfloat16 lies within what reruns of the eager steps differ by.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.jobs_execution import TOPOLOGIES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ROOT = Path(__file__).parents[2]
+
+
+class Runs:
+    """Results of cases by name; all cases that need as many ranks run in one go when the first is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._found = folder, dict[str, Any]()
+
+    def __getitem__(self, case: str) -> dict[str, Any]:
+        if case not in self._found:
+            ranks = TOPOLOGIES[case.split(":")[0]][0]
+            self._run(ranks, [c for c in CASES if TOPOLOGIES[c.split(":")[0]][0] == ranks])
+        result: dict[str, Any] = self._found[case]
+        assert "error" not in result, f"{case}: {result['error']}"
+        return result
+
+    def _run(self, ranks: int, cases: list[str]) -> None:
+        """Run the cases; after one that fails, the others in new processes."""
+        left, path = list(cases), self._folder / f"{ranks}.pt"
+        while left:
+            path.unlink(missing_ok=True)
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            command = [sys.executable, *launcher, "-m", "tests.gpu.jobs_execution", str(path), *left]
+            try:
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+                said = done.stderr
+            except subprocess.TimeoutExpired as error:
+                said = f"timed out: {(error.stderr or b'')[-3000:]!r}"
+            made = torch.load(path, weights_only=False) if path.exists() else {}
+            self._found |= made
+            left = [case for case in left if case not in made]
+            if left and not any("error" in result for result in made.values()):
+                self._found[left.pop(0)] = {"error": said[-3000:]}
+
+
+MODES = ("eager", "cuda_graph")
+CASES = [f"{name}:{mode}:fp32" for name in TOPOLOGIES for mode in MODES]
+CASES += [f"{name}:{mode}:{precision}" for name in TOPOLOGIES for mode in MODES for precision in ("bf16", "fp16")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("execution"))
+
+
+def needs(name: str) -> None:
+    ranks = TOPOLOGIES[name][0]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, this machine has {torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_float32_steps_are_eager_steps(runs: Runs, name: str) -> None:
+    needs(name)
+    want, got = runs[f"{name}:eager:fp32"], runs[f"{name}:cuda_graph:fp32"]
+    assert got["captured"] >= 1, got["notices"]
+    assert len(set(want["losses"])) == len(want["losses"])
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)
+    for key, value in want["state"].items():
+        torch.testing.assert_close(got["state"][key], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_half_precision_steps_are_eager_steps(runs: Runs, name: str, precision: str) -> None:
+    """The kernels are deterministic here, so that eager reruns do not differ at all: captured ones may not either."""
+    needs(name)
+    want, got = runs[f"{name}:eager:{precision}"], runs[f"{name}:cuda_graph:{precision}"]
+    assert got["captured"] >= 1, got["notices"]
+    assert want["losses"] != runs[f"{name}:eager:fp32"]["losses"]
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)
