@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ class Checkpointer:
             entries = list(self._contents.entries())
             _check_names(entries, stored, path)
             staged = {entry.name: _staging(entry) for entry in entries}
-            dcp.load(staged, storage_reader=FileSystemReader(path), no_dist=True)  # type: ignore[arg-type]
+            _read(staged, path)
         except Exception as error:
             problem = error if isinstance(error, SnnpartError) else CheckpointError(str(error), where=str(path))
         self._running.ranks.agree(problem)
@@ -277,6 +278,13 @@ def _staging(entry: Entry) -> Chunked:
     return Chunked(entry.shape, entry.dtype, chunks)
 
 
+def _read(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Fill the tensors from the files, by this process alone (which torch warns of)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=True)
+
+
 def read_model(path: Path, mirror: str = MODEL) -> dict[str, torch.Tensor]:
     """The network's full tensors in a checkpoint, under the user's names, read by this process alone.
 
@@ -291,7 +299,7 @@ def read_model(path: Path, mirror: str = MODEL) -> dict[str, torch.Tensor]:
         for name, item in metadata.items()
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
     }
-    dcp.load(full, storage_reader=FileSystemReader(path), no_dist=True)  # type: ignore[arg-type]
+    _read(full, path)
     return {name.removeprefix(prefix): tensor for name, tensor in full.items()}
 
 
