@@ -31,13 +31,14 @@ from snnpart import frameworks, text
 from snnpart.errors import CheckpointError, ConfigError
 from snnpart.facts import Value
 from snnpart.fingerprint import fingerprint
+from snnpart.footprint import Footprint
 from snnpart.graph import SpikeGraph
 from snnpart.ops import Surrogate
 from snnpart.ops_time import all_nodes
 from snnpart.plan import Plan
 from snnpart.program import Action, CompiledProgram, PassRecord, Port, StageProgram, TensorSlice
 
-FORMAT, VERSION = "snnpart program", 1
+FORMAT, VERSION = "snnpart program", 2
 PROGRAM, PLAN, SOURCE, WEIGHTS = "program.json", "plan.json", "source.txt", "weights.safetensors"
 
 
@@ -187,8 +188,9 @@ def _stage_data(stage: StageProgram) -> dict[str, Any]:
         "sends": [_port_data(port) for port in stage.sends],
         "tensors": [{**asdict(part), "dtype": str(part.dtype).removeprefix("torch.")} for part in stage.tensors],
         "leaves": list(stage.leaves),
-        "predicted_us": stage.predicted_us,
-        "predicted_bytes": stage.predicted_bytes,
+        "forward_us": stage.forward_us,
+        "backward_us": stage.backward_us,
+        "footprint": asdict(stage.footprint),
     }
 
 
@@ -203,8 +205,9 @@ def _read_stage(folder: Path, data: Mapping[str, Any], source: SpikeGraph, modul
         sends=tuple(map(_read_port, data["sends"])),
         tensors=tuple(map(_read_slice, data["tensors"])),
         leaves={path: source.leaves[path] for path in data["leaves"]},
-        predicted_us=data["predicted_us"],
-        predicted_bytes=data["predicted_bytes"],
+        forward_us=data["forward_us"],
+        backward_us=data["backward_us"],
+        footprint=Footprint(**data["footprint"]),
     )
 
 

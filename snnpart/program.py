@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from snnpart.bits import States, packed_bytes
 from snnpart.facts import Pieces, Value
+from snnpart.footprint import Footprint, RankFootprint, of_rank
 from snnpart.graph import LeafInfo, SpikeGraph
 from snnpart.plan import Plan
 
@@ -104,8 +105,19 @@ class StageProgram:
     sends: tuple[Port, ...]
     tensors: tuple[TensorSlice, ...]
     leaves: Mapping[str, LeafInfo]
-    predicted_us: float = 0.0
-    predicted_bytes: int = 0
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    footprint: Footprint = Footprint()
+
+    @property
+    def predicted_us(self) -> float:
+        """Predicted time of a step, all microbatches together."""
+        return self.forward_us + self.backward_us
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The most that the stage holds at one time."""
+        return self.footprint.total
 
     def inside(self, leaf: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of `tensors` (by the user's names) that lie inside a leaf, by names relative to it, tied ones too."""
@@ -143,6 +155,11 @@ class CompiledProgram:
 
     def stage(self, stage: int, tp_rank: int) -> StageProgram:
         return self.stages[stage, tp_rank]
+
+    def footprint(self, pp_rank: int, tp_rank: int) -> RankFootprint:
+        """What a rank holds in a step."""
+        stages = {program.stage: program.footprint for program in self.of_rank(pp_rank, tp_rank)}
+        return of_rank(self.schedule[pp_rank], stages)
 
     def of_rank(self, pp_rank: int, tp_rank: int) -> tuple[StageProgram, ...]:
         """The stages that one rank runs, in order."""

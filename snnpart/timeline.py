@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from snnpart.dryrun import waits_for
 from snnpart.program import Action, CompiledProgram
 
-FORWARD_SHARE = 1 / 3
-"""Of a stage's time, what the forward takes; the two halves of the backward take as much each."""
 TICKS: Mapping[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -82,7 +80,20 @@ def in_ticks(schedule: Mapping[int, Sequence[Action]]) -> Timeline:
 
 def predicted(compiled: CompiledProgram) -> Timeline:
     """By the predicted times of the stages, in microseconds."""
-    plan = compiled.plan
-    slowest = [max(compiled.stage(s, tp).predicted_us for tp in range(plan.tp)) for s in range(plan.stage_count)]
-    share = FORWARD_SHARE / plan.microbatches
-    return timeline(compiled.schedule, lambda action: slowest[action.stage] * share * TICKS[action.kind])
+    tp, count = range(compiled.plan.tp), range(compiled.plan.stage_count)
+    forward = [max(compiled.stage(s, rank).forward_us for rank in tp) for s in count]
+    backward = [max(compiled.stage(s, rank).backward_us for rank in tp) for s in count]
+    return by_stage(compiled.schedule, forward, backward)
+
+
+def by_stage(schedule: Mapping[int, Sequence[Action]], forward: Sequence[float], backward: Sequence[float]) -> Timeline:
+    """From each stage's time of a step, forward and backward, over equal microbatches; each half of a backward takes
+    half of it."""
+    microbatches = 1 + max((a.microbatch for actions in schedule.values() for a in actions), default=0)
+    shares = {"F": (forward, 1.0), "B": (backward, 1.0), "I": (backward, 0.5), "W": (backward, 0.5)}
+
+    def duration(action: Action) -> float:
+        times, share = shares[action.kind]
+        return share * times[action.stage] / microbatches
+
+    return timeline(schedule, duration)

@@ -123,7 +123,7 @@ def test_other_versions_and_edited_programs(saved: Path, tmp_path: Path) -> None
     edit(saved, version=99)
     with pytest.raises(CheckpointError, match="version 99"):
         artifact.load(saved)
-    edit(saved, version=1, schedule={**head["schedule"], "0": ["0F0", "0B0"]})
+    edit(saved, version=2, schedule={**head["schedule"], "0": ["0F0", "0B0"]})
     with pytest.raises(CheckpointError, match="the schedule read back differ"):
         artifact.load(saved)
 

@@ -27,6 +27,7 @@ from torch import fx
 
 from snnpart import facts
 from snnpart.facts import Cost, Sharded, Spread
+from snnpart.footprint import MOMENTS
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph, TensorInfo
 from snnpart.ops_time import Loop, leaf_paths
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _Pick = Callable[[Sequence[Spread], Spread], Spread]
 
-TRAINED_COPIES = 4
+TRAINED_COPIES = 2 + MOMENTS
 """A parameter, its gradient, and an optimizer's two moments."""
 
 Slicing = dict[int, float]
@@ -138,10 +139,11 @@ def _tensors(graph: SpikeGraph, reading: _Reading) -> Iterator[tuple[float, Slic
             for name, sliced in _leaf_tensors(graph, path):
                 readers[name].append(reading.result(node) if sliced else {})
     for name, info in graph.tensors.items():
-        yield _held_bytes(info), _all(readers[name], reading.build)
+        yield held_bytes(info), _all(readers[name], reading.build)
 
 
-def _held_bytes(info: TensorInfo) -> float:
+def held_bytes(info: TensorInfo) -> float:
+    """Bytes of a tensor in training: itself, and where it learns its gradient and the moments."""
     copies = TRAINED_COPIES if info.used and info.tensor.requires_grad else 1
     return float(copies * info.tensor.numel() * info.tensor.element_size())
 

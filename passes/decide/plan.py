@@ -51,7 +51,15 @@ def decide(
     whole = memory if pp == 1 and memory else None  # with stages the cut keeps the bound
     DecidePlacement(tp, profile, pins, objective, whole).run(work)
     DecideStages(
-        pp * per_rank, profile, tp, pinned.stages if pinned else None, per_rank, None if pinned else split_at
+        pp=pp * per_rank,
+        profile=profile,
+        tp=tp,
+        pinned=pinned.stages if pinned else None,
+        per_rank=per_rank,
+        split_at=None if pinned else split_at,
+        schedule=schedule,
+        microbatches=microbatches,
+        memory=memory,
     ).run(work)
     return Plan(
         tp=tp,

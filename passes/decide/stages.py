@@ -1,39 +1,30 @@
-"""Cuts the network into pipeline stages.
+"""Cuts the network into pipeline stages: which parts may be cut apart say `parts`, where it is best `cut`.
 
-The problem. Let the parts with keys (see `parts`) be 0..K-1 in topological order, w_i the predicted time, forward and
-backward, of everything at position i, and c_i the time to send what crosses the boundary before part i, values and
-returning gradients (c_0 = c_K = 0). Choose 0 = k_0 < k_1 < ... < k_S = K so that
-
-    the slowest stage, max over s of  sum of w_i for k_s <= i < k_{s+1}  +  c_{k_s} + c_{k_{s+1}},   is smallest,
-
-and among such cuts one with the smallest sum of the c. A value that a later stage needs is handed on by every stage
-between, so c_i counts every value made before i and used at or after i, skips included.
-
-The method. Dynamic programming over (stage, first part of the next stage), exact, O(S K^2) in numpy; the second round
-minimises traffic among cuts that reach the optimum of the first. Pinned parts make the ranges that contradict them
-infinitely dear; the order of parts follows the pins first, so that any pins without a cycle can be met.
-Why not cut by number of layers or parameters: in a spiking network the early, large maps dominate.
+Pinned parts bar the ranges that contradict them; the order of parts follows the pins first, so that any pins without a
+cycle can be met. Why not cut by number of layers or parameters: in a spiking network the early, large maps dominate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
 from torch import fx
 
-from snnpart import facts
-from snnpart.bits import packed_bytes, states_of
+from snnpart import facts, footprint
 from snnpart.costs import MachineProfile
 from snnpart.errors import PlanError
-from snnpart.facts import Cost, Domain, Placement, Replicated, Stage, Value
+from snnpart.facts import Cost, Stage, Value
 from snnpart.graph import SpikeGraph
+from snnpart.orders import Schedule, in_flight, make_schedule
+from snnpart.passes.decide.cut import barred, best_cut, least_bytes
 from snnpart.passes.decide.parts import NOWHERE, Part, Parts, find_parts
+from snnpart.passes.decide.places import Places
+from snnpart.passes.decide.shared_ranks import SharedRanks, best_shared_cut
+from snnpart.passes.decide.split_at import cuts_at
 from snnpart.plan import Plan
-
-_SAME = 1e-9
 
 
 @dataclass(frozen=True)
@@ -43,6 +34,7 @@ class DecideStages:
     `pp` counts the stages of all ranks, `per_rank` of them on each.
     `split_at`: module paths that begin the stages 1, 2, ..., instead of the best cut.
     `pinned` maps module paths (or tensor names) to stages; a path counts for everything below it.
+    `memory`: bytes that a rank may hold under `schedule` with so many `microbatches` (0: no limit).
     """
 
     name: ClassVar[str] = "decide-stages"
@@ -56,9 +48,13 @@ class DecideStages:
     pinned: Mapping[str, int] | None = None
     per_rank: int = 1
     split_at: Sequence[str] | None = None
+    schedule: str = "gpipe"
+    microbatches: int = 1
+    memory: int = 0
 
     def run(self, graph: SpikeGraph) -> None:
-        """Raises PlanError: fewer parts than stages, or pins that contradict the order of the network."""
+        """Raises PlanError: fewer parts than stages, pins that contradict the order of the network, or no cut whose
+        ranks hold as little as `memory`."""
         parts = find_parts(graph)
         outside = {path: stage for path, stage in (self.pinned or {}).items() if not 0 <= stage < self.pp}
         if outside:
@@ -68,10 +64,16 @@ class DecideStages:
         pins = {part: pin for part in parts.keyed if (pin := _pin(self.pinned or {}, part.keys)) is not None}
         _check_count(graph, parts, self.pp, self.per_rank)
         order = _order(parts, pins)
-        chosen = _cut(self, graph, parts, pins, order) if self.split_at is None else None
+        places = Places.of(graph, parts, order, self.tp)
+        chosen = _cut(self, places, [pins.get(part) for part in order]) if self.split_at is None else None
         cuts = chosen if chosen is not None else cuts_at(self.split_at or (), order, self.pp)
         stage_of = {part: int(np.searchsorted(cuts, place, side="right")) for place, part in enumerate(order)}
         write_stages(graph, parts, stage_of, self.pinned or {})
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.pp // self.per_rank
 
 
 def _check_count(graph: SpikeGraph, parts: Parts, count: int, per_rank: int) -> None:
@@ -192,177 +194,75 @@ def _order(parts: Parts, pins: Mapping[Part, int]) -> list[Part]:
     return sorted(parts.keyed, key=lambda part: (earliest[part], part.position))
 
 
-def _cut(
-    options: DecideStages, graph: SpikeGraph, parts: Parts, pins: Mapping[Part, int], order: Sequence[Part]
-) -> list[int]:
-    """First places (in `order`) of the stages 1.. of the best cut."""
+def _cut(options: DecideStages, places: Places, pins: Sequence[int | None]) -> list[int]:
+    """First places of the stages 1.. of the best cut."""
     if options.pp == 1:
         return []
-    place = {part.position: i for i, part in enumerate(order)} | {NOWHERE: 0}
-    at = _places(parts, place)
-    work = _work(at, len(order), options.tp)
-    crossing = _crossing(at, len(order), options)
-    cuts = best_cut(work, crossing, _barred([pins.get(part) for part in order], options.pp))
+    work, crossing = places.work(), places.crossing(options.profile)
+    bars = barred(pins, options.pp)
+    if not options.memory:
+        cuts = best_cut(work, crossing, bars)
+    elif options.per_rank == 1:
+        cuts = best_cut(work, crossing, bars, _bytes(options, places), options.memory)
+    else:
+        held, ranks = places.held(), _shared(options, places.graph.batch)
+        cuts = best_shared_cut(work, crossing, pins, options.pp, held, ranks, options.memory)
     if cuts is None:
-        raise PlanError(
+        raise _refusal(options, places, bars)
+    return cuts
+
+
+def _bytes(options: DecideStages, places: Places) -> list[np.ndarray]:
+    """For each stage, one on a rank, the bytes of every range of places."""
+    schedule, part = _schedule(options), footprint.largest_part(places.graph.batch, options.microbatches)
+    counts = [in_flight(actions) for _, actions in sorted(schedule.items())]
+    return places.held().of_stages([min(1.0, count * part) for count in counts])
+
+
+def _schedule(options: DecideStages) -> Schedule:
+    return make_schedule(options.schedule, options.ranks, options.microbatches, options.per_rank)
+
+
+def _shared(options: DecideStages, batch: int) -> SharedRanks:
+    moments = [footprint.held_together(actions) for _, actions in sorted(_schedule(options).items())]
+    return SharedRanks(moments, footprint.largest_part(batch, options.microbatches))
+
+
+def _refusal(options: DecideStages, places: Places, bars: np.ndarray) -> PlanError:
+    """No cut satisfies the pins, or none the bound: then what is possible, and what would help."""
+    if best_cut(places.work(), np.zeros(places.count), bars) is None:
+        return PlanError(
             f"no cut into pp={options.pp} stages satisfies the pinned stages",
-            where=graph.name,
+            where=places.graph.name,
             fix="pin fewer modules, or leave room for every stage between them",
         )
-    return cuts
-
-
-def cuts_at(paths: Sequence[str], order: Sequence[Part], stages: int) -> list[int]:
-    """First places (in `order`) of the stages that begin with these module paths.
-
-    Raises:
-        PlanError: a path is not there, cannot be cut from what stands before it, or does not come after the one before;
-            or they make another number of stages.
-    """
-    if len(paths) != stages - 1:
-        raise PlanError(
-            f"split_at names {len(paths)} modules, which makes {len(paths) + 1} stages instead of {stages}",
-            fix=f"name the {stages - 1} modules that begin the stages 1 to {stages - 1}"
-            if stages > 1
-            else "leave it out",
-        )
-    cuts: list[int] = []
-    for path in paths:
-        place = _first_place(path, order)
-        _check_cut(path, order, place, cuts[-1] if cuts else 0)
-        cuts.append(place)
-    return cuts
-
-
-def _is_below(key: str, path: str) -> bool:
-    return key == path or key.startswith(f"{path}.")
-
-
-def _first_place(path: str, order: Sequence[Part]) -> int:
-    """Where the first part stands that holds something of the module."""
-    found = next((i for i, part in enumerate(order) if any(_is_below(key, path) for key in part.keys)), None)
-    if found is None:
-        owners = list(dict.fromkeys(key.split(".")[0] for part in order for key in part.keys))
-        raise PlanError(
-            "split_at names it, but no tensor or neuron layer that the network uses lies there",
-            where=f"'{path}'",
-            fix="name the module where the stage begins",
-            choices=owners[:20],
-        )
-    return found
-
-
-def _check_cut(path: str, order: Sequence[Part], place: int, before: int) -> None:
-    """Refuse a cut in the midst of a part, at the start, or not after the cut before."""
-    joined = [key for key in order[place].keys if not _is_below(key, path)]
-    if joined:
-        raise PlanError(
-            f"no stage can begin there: it cannot be cut from '{joined[0]}'",
-            where=f"'{path}'",
-            fix="they share a tensor or a neuron layer, or lie on one loop over time; begin the stage elsewhere",
-        )
-    if place <= before:
-        what = (
-            "it is where the network begins" if place == 0 else "it does not come after the start of the stage before"
-        )
-        raise PlanError(f"no stage can begin there: {what}", where=f"'{path}'", fix="name the modules as they run")
-
-
-def _places(parts: Parts, place: Mapping[int, int]) -> dict[fx.Node, int]:
-    """Place of every node in the order: its own for a part with keys, else the latest of its inputs."""
-    found: dict[fx.Node, int] = {}
-    for part in parts.parts:
-        latest = max((found[node] for node in part.inputs() if node in found), default=0)
-        found.update(dict.fromkeys(part.nodes, place[part.position] if part.keys else latest))
-    return found
-
-
-def _work(at: Mapping[fx.Node, int], count: int, tp: int) -> np.ndarray:
-    """Microseconds of forward and backward at each position."""
-    work = np.zeros(count)
-    for node, position in at.items():
-        cost = facts.get(node, Cost)
-        work[position] += cost.us / (tp if _is_split(node) else 1) if cost else 0.0
-    return work
-
-
-def _is_split(node: fx.Node) -> bool:
-    placement = facts.get(node, Placement)
-    return placement is not None and not (
-        isinstance(placement.output, Replicated) and all(isinstance(spread, Replicated) for spread in placement.inputs)
+    least = "" if options.per_rank > 1 else f"a rank holds at least {_mb(least_bytes(bars, _bytes(options, places)))}"
+    ways = [text for text, other in _others(options, places) if _fits(other, places)]
+    return PlanError(
+        f"{least or 'every cut has a rank that holds more'} with pp={options.ranks}, schedule={options.schedule!r} and "
+        f"{options.microbatches} microbatches; memory= allows {_mb(options.memory)}",
+        where=f"network '{places.graph.name}'",
+        fix=f"take {' or '.join(ways)}" if ways else "allow more, give fewer samples, or raise tp",
     )
 
 
-def _crossing(at: Mapping[fx.Node, int], count: int, options: DecideStages) -> np.ndarray:
-    """Microseconds to send what crosses the boundary before each position, forward and backward."""
-    change = np.zeros((count + 1, 2))
-    for node, position in at.items():
-        value = facts.get(node, Value)
-        last = max(
-            (at.get(user, count - 1 if user.op == "output" else position) for user in node.users), default=position
-        )
-        if value is not None and last > position and node.op != "get_attr":
-            sizes = np.array([_wire_bytes(node, value), value.bytes if value.requires_grad else 0]) / (
-                options.tp if _is_split(node) else 1
-            )
-            change[position + 1] += sizes
-            change[last + 1] -= sizes
-    alive = np.cumsum(change, axis=0)[:count]
-    return np.array([_send(options.profile, forward) + _send(options.profile, back) for forward, back in alive])
+def _others(options: DecideStages, places: Places) -> list[tuple[str, DecideStages]]:
+    """Plans that hold less: one stage a rank under 1F1B, more microbatches, more stages."""
+    pp, batch = options.ranks, places.graph.batch
+    base = replace(options, pp=pp, per_rank=1, schedule="1f1b", microbatches=max(options.microbatches, pp), pinned=None)
+    found = [] if options.schedule == "1f1b" else [(f'schedule="1f1b", microbatches={base.microbatches}', base)]
+    if batch > base.microbatches:
+        found.append((f'schedule="1f1b", microbatches={batch}', replace(base, microbatches=batch)))
+    for more in (2 * pp, 4 * pp):
+        if more <= places.count:
+            found.append((f"pp={more}", replace(base, pp=more, microbatches=max(base.microbatches, more))))
+    return found
 
 
-def _wire_bytes(node: fx.Node, value: Value) -> int:
-    """Bytes that cross a boundary forward: bits where the value has few states."""
-    states = states_of(facts.get(node, Domain), value.dtype)
-    return value.bytes if states is None else packed_bytes(value.numel, states[1])
+def _fits(options: DecideStages, places: Places) -> bool:
+    free = np.zeros((options.pp, places.count + 1))
+    return least_bytes(free, _bytes(options, places)) <= options.memory
 
 
-def _send(profile: MachineProfile, size: float) -> float:
-    return profile.send_us("pp", float(size)) if size > 0.5 else 0.0
-
-
-def _barred(pins: Sequence[int | None], stages: int) -> np.ndarray:
-    """barred[s, i]: how many of the parts before i are pinned to a stage other than s."""
-    barred = np.zeros((stages, len(pins) + 1))
-    for i, pin in enumerate(pins):
-        barred[:, i + 1] = barred[:, i] + [pin is not None and pin != stage for stage in range(stages)]
-    return barred
-
-
-def best_cut(work: np.ndarray, crossing: np.ndarray, barred: np.ndarray) -> list[int] | None:
-    """The cut described at the top of this file: first positions of stages 1.., or None when the pins allow none.
-
-    `work` and `crossing` have one entry a part, in microseconds; `barred[s, i]` counts parts before i that stage s may
-    not hold.
-    """
-    stages, count = barred.shape[0], len(work)
-    total = np.concatenate([[0.0], np.cumsum(work)])
-    edge = np.concatenate([[0.0], crossing[1:], [0.0]])
-    span = total[None, :] - total[:, None] + edge[:, None] + edge[None, :]
-    span[np.tril_indices(count + 1)] = np.inf
-    allowed = [np.where(row[None, :] > row[:, None], np.inf, span) for row in barred]
-    slowest, _ = _stepwise(allowed, lambda best, cost: np.maximum(best[:, None], cost))
-    limit = slowest * (1 + _SAME)
-    if not np.isfinite(limit):
-        return None
-    traffic = [np.where(cost <= limit, np.broadcast_to(edge, cost.shape), np.inf) for cost in allowed]
-    _, cuts = _stepwise(traffic, lambda best, cost: best[:, None] + cost)
-    return cuts[: stages - 1]
-
-
-def _stepwise(
-    costs: Sequence[np.ndarray], join: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> tuple[float, list[int]]:
-    """Best value of stages that end at the last part, and where each stage ends."""
-    count = costs[0].shape[0] - 1
-    best = np.full(count + 1, np.inf)
-    best[0] = 0.0
-    choices = []
-    for cost in costs:
-        reached = join(best, cost)
-        choices.append(np.argmin(reached, axis=0))
-        best = np.min(reached, axis=0)
-    ends = [count]
-    for choice in reversed(choices):
-        ends.append(int(choice[ends[-1]]))
-    return float(best[count]), ends[::-1][1:]
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"

@@ -1,23 +1,21 @@
 """From a graph and a plan to one program per rank.
 
 For each tp rank the graph is sharded, then cut into stages; every tensor goes to the stage that reads it, a tensor that
-nothing reads to the stage of its module. What the stage will take in time and memory is added up from the costs.
-
-Peak bytes of a rank: its tensors, one gradient for each parameter, and the values saved for backward, times the most
-microbatches in flight on the stage. Optimizer state is the user's and is not counted.
+nothing reads to the stage of its module. What the stage will take in time and memory (`footprint`) is added up from the
+costs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import fx
-
 from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Sharded
-from snnpart.graph import SpikeGraph, TensorInfo
+from snnpart.footprint import MOMENTS, Footprint, largest_part
+from snnpart.graph import SpikeGraph, TensorInfo, output_node
+from snnpart.ops_time import Loop
 from snnpart.orders import Schedule, in_flight, make_schedule
+from snnpart.passes.analyze.cost import kept_values, own_saved, storage
+from snnpart.passes.analyze.kinds import first_value
 from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
@@ -92,12 +90,6 @@ def _slice(info: TensorInfo, local: LocalTensor | None, rank: int) -> TensorSlic
     )
 
 
-@dataclass(frozen=True)
-class _Predicted:
-    us: float
-    bytes: int
-
-
 def _program(
     source: SpikeGraph,
     plan: Plan,
@@ -106,8 +98,8 @@ def _program(
     schedule: Schedule,
     at: tuple[int, int],
 ) -> StageProgram:
-    held = in_flight(schedule[plan.rank_of(at[0])], at[0]) / plan.microbatches
-    predicted = _predict(cut.graph, slices, held)
+    costs = [cost for node in cut.graph.nodes if (cost := facts.get(node, Cost)) is not None]
+    held = in_flight(schedule[plan.rank_of(at[0])], at[0])
     return StageProgram(
         stage=at[0],
         tp_rank=at[1],
@@ -117,17 +109,41 @@ def _program(
         sends=cut.sends,
         tensors=slices,
         leaves={path: source.leaves[path] for path in cut.leaves},
-        predicted_us=predicted.us,
-        predicted_bytes=predicted.bytes,
+        forward_us=sum(cost.forward_us for cost in costs),
+        backward_us=sum(cost.backward_us for cost in costs),
+        footprint=_footprint(cut, slices, largest_part(source.batch, plan.microbatches), held),
     )
 
 
-def _predict(graph: fx.Graph, slices: tuple[TensorSlice, ...], held: float) -> _Predicted:
-    """Time of one step and peak bytes; `held` is the share of the batch whose saved values are there at once."""
-    costs = [cost for node in graph.nodes if (cost := facts.get(node, Cost)) is not None]
-    saved = sum(cost.saved for cost in costs)
-    tensors = sum(_bytes(item) * (2 if item.requires_grad else 1) for item in slices)
-    return _Predicted(sum(cost.us for cost in costs), int(tensors + saved * held))
+def _footprint(cut: StageGraph, slices: tuple[TensorSlice, ...], part: float, held: int) -> Footprint:
+    """`part` of the example batch is in the largest microbatch, `held` of them are in flight."""
+    trained = sum(_bytes(item) for item in slices if item.requires_grad and item.has_gradient)
+    parameters = sum(_bytes(item) for item in slices if item.kind == "parameter" or item.requires_grad)
+    return Footprint(
+        parameters=parameters,
+        gradients=trained,
+        optimizer=MOMENTS * trained,
+        buffers=sum(_bytes(item) for item in slices) - parameters,
+        saved=int(saved_bytes(cut) * part),
+        in_flight=held,
+    )
+
+
+def saved_bytes(cut: StageGraph) -> float:
+    """What a stage keeps of the whole example batch from forward to backward: what it received and sends, and what
+    autograd saves, each memory once."""
+    received = {port.name for port in cut.receives}
+    inputs = {node for node in cut.graph.nodes if node.op == "placeholder" and node.name not in received}
+    kept = {node for node in cut.graph.nodes if node.op == "placeholder" and node.name in received}
+    kept |= {storage(node) for node in output_node(cut.graph).all_input_nodes if cut.sends}
+    own = 0.0
+    for node in cut.graph.nodes:
+        cost, value = facts.get(node, Cost), first_value(node)
+        if cost is not None and value is not None and cost.backward_us:
+            inside = isinstance(node.target, Loop)
+            own += cost.saved if inside else own_saved(node, value)
+            kept.update(() if inside else kept_values(node))
+    return own + sum(value.bytes for node in kept - inputs if (value := first_value(node)) is not None)
 
 
 def _bytes(item: TensorSlice) -> int:

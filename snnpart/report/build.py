@@ -40,6 +40,7 @@ def _build(compiled: CompiledProgram, gate: Any) -> data.Report:
         network=_network(compiled),
         topology=_topology(compiled),
         stages=_stages(compiled),
+        memory=_memory(compiled),
         schedule=_schedule(compiled),
         sharded=layers.sharded(compiled, moves),
         replicated=layers.replicated(compiled),
@@ -117,6 +118,19 @@ def _stage(compiled: CompiledProgram, stage: int, time: float, balance: float) -
         peak_bytes=max(rank.predicted_bytes for rank in ranks),
         balance=balance,
     )
+
+
+def _memory(compiled: CompiledProgram) -> tuple[data.MemoryRow, ...]:
+    plan = compiled.plan
+    rows = []
+    for rank in range(plan.pp):
+        held = max((compiled.footprint(rank, tp) for tp in range(plan.tp)), key=lambda footprint: footprint.total)
+        rows.append(
+            data.MemoryRow(
+                rank, plan.stages_of(rank), **dataclasses.asdict(held), total=held.total, limit=plan.memory or None
+            )
+        )
+    return tuple(rows)
 
 
 def _schedule(compiled: CompiledProgram) -> data.ScheduleGrid | None:

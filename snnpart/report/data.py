@@ -61,6 +61,23 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """What a pipeline rank holds in a training step (the largest tp rank), in bytes: tensors, the two moments an
+    optimizer such as Adam keeps, and the most that microbatches in flight keep for backward at one time. `limit` is
+    what `memory=` allows."""
+
+    rank: int
+    stages: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    saved: int
+    total: int
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleGrid:
     """The pipeline schedule, a line a rank, a column a tick: `0F1` is stage 0, forward, microbatch 1; B the backward,
     I and W its halves. Stages count as equal there. `bubble` is the share of time in which ranks wait, by the
@@ -197,6 +214,7 @@ class Report:
     network: Network
     topology: Topology
     stages: tuple[StageRow, ...]
+    memory: tuple[MemoryRow, ...]
     schedule: ScheduleGrid | None
     sharded: tuple[ShardRow, ...]
     replicated: tuple[ReplicatedRow, ...]

@@ -92,6 +92,20 @@ def _stages(report: Report) -> list[Section]:
     return _table("Stages", columns, rows)
 
 
+def _memory(report: Report) -> list[Section]:
+    columns = (">rank", "stages", ">parameters", ">gradients", ">optimizer", ">buffers", ">saved", ">in all", ">limit")
+    rows = [
+        (
+            m.rank,
+            ", ".join(map(str, m.stages)),
+            *map(size, (m.parameters, m.gradients, m.optimizer, m.buffers, m.saved, m.total)),
+            size(m.limit) if m.limit else "",
+        )
+        for m in report.memory
+    ]
+    return _table("Memory of a pipeline rank in training", columns, rows)
+
+
 def _schedule(report: Report) -> list[Section]:
     grid = report.schedule
     if grid is None:
@@ -178,4 +192,4 @@ def gate_value(value: Any) -> str:
     return str(value)
 
 
-SECTIONS = (_stages, _schedule, _sharded, _replicated, _boundaries, _checkpoints, _found, _gate, _passes)
+SECTIONS = (_stages, _memory, _schedule, _sharded, _replicated, _boundaries, _checkpoints, _found, _gate, _passes)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_structure
 
 from snnpart import facts, ops
 from snnpart.facts import Cost, Origin, Placement, Replicated, Sharded, Value
+from snnpart.footprint import Footprint
 from snnpart.graph import Assumption, InputInfo, LeafInfo, OutputInfo, SpikeGraph, StateSlot, TensorInfo
 from snnpart.plan import Plan
 from snnpart.program import Action, CompiledProgram, PassRecord, Port, StageProgram, TensorSlice
@@ -121,8 +122,9 @@ def compiled() -> CompiledProgram:
             sends=(port,),
             tensors=slices(tp),
             leaves=source.leaves,
-            predicted_us=300.0,
-            predicted_bytes=3 << 20,
+            forward_us=100.0,
+            backward_us=200.0,
+            footprint=Footprint(1 << 18, 1 << 18, 1 << 19, 0, 1 << 20, 2),
         )
         stages[1, tp] = StageProgram(
             stage=1,
@@ -133,8 +135,9 @@ def compiled() -> CompiledProgram:
             sends=(),
             tensors=(head,),
             leaves={},
-            predicted_us=150.0,
-            predicted_bytes=1 << 20,
+            forward_us=50.0,
+            backward_us=100.0,
+            footprint=Footprint(1 << 18, 1 << 18, 1 << 19, 0, 0, 1),
         )
     return CompiledProgram(
         source=source,

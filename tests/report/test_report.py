@@ -41,6 +41,15 @@ def test_stages_hold_what_the_program_holds(report: Report) -> None:
     assert first.peak_bytes == 3 << 20 and first.flops > second.flops > 0
 
 
+def test_memory_is_counted_by_rank(report: Report) -> None:
+    """Saved values: as many microbatches as are in flight at one time, which the schedule says."""
+    first, second = report.memory
+    assert (first.rank, first.stages, second.stages) == (0, (0,), (1,))
+    assert (first.parameters, first.gradients, first.optimizer, first.buffers) == (1 << 18, 1 << 18, 1 << 19, 0)
+    assert (first.saved, first.total, first.limit) == (1 << 20, 2 << 20, None)
+    assert "Memory of a pipeline rank in training" in report.text()
+
+
 def test_schedule_is_a_grid_with_its_bubble(report: Report) -> None:
     assert report.schedule is not None
     assert report.schedule.lines[1].startswith("rank 1 |     1F0")

@@ -15,7 +15,8 @@ from snnpart.costs import CPU, Link
 from snnpart.errors import PlanError
 from snnpart.facts import Stage
 from snnpart.passes.decide import decide
-from snnpart.passes.decide.stages import apply_stages, best_cut, lookup
+from snnpart.passes.decide.cut import best_cut
+from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower import lower
 from snnpart.plan import Plan
 from tests.lowering import analysed, assert_parity, compiled, fire, make
