@@ -2,8 +2,8 @@
 
 A value whose domain has k whole numbers, from `low` on, needs b = ceil(log2 k) bits an element. The code `x - low` is
 stored as b bit planes of ceil(n / 8) bytes: element 8 i + j is bit j of byte i. So every b takes exactly b bits an
-element (and up to seven more bits a plane). `pack` and `unpack` are the reference; on CUDA the runtime
-uses Triton kernels with the same layout (`runtime.kernels.bits`).
+element (and up to seven more bits a plane). `pack` and `unpack` are the reference; on CUDA the runtime uses Triton
+kernels with the same layout (`runtime.kernels.bits`).
 
 A number outside the domain would travel as another one: the domain is proved by `analyze-domain` and checked on the
 example in the gate. Gradients always travel in the compute dtype.
@@ -51,17 +51,12 @@ def states_of(domain: Domain | None, dtype: torch.dtype) -> States | None:
 def gather_us(
     profile: MachineProfile, axis: str, value: Value, domain: Domain | None, ranks: int
 ) -> tuple[float, States | None]:
-    """Microseconds of gathering the value over `ranks` ranks the faster way, and its states when that is as bits.
-
-    Packing is a kernel that reads the rank's share, unpacking one that writes the whole value.
-    """
+    """Microseconds of gathering the value over `ranks` ranks the faster way, and its states when that is as bits."""
     plain = profile.all_gather_us(axis, value.bytes, ranks)
     states = states_of(domain, value.dtype)
     if states is None:
         return plain, None
-    sent = packed_bytes(value.numel, states[1])
-    kernels = profile.kernel_us(0.0, value.bytes / ranks) + profile.kernel_us(0.0, value.bytes)
-    packed = profile.all_gather_us(axis, sent, ranks) + kernels
+    packed = profile.gather_bits_us(axis, value.numel, width(states[1]), value.bytes, ranks)
     return (packed, states) if packed < plain else (plain, None)
 
 

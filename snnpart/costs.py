@@ -10,6 +10,9 @@ Time of a message of b bytes over a link follows latency + b / bandwidth; collec
     all-reduce                 2 (n-1) (latency + b / n / bandwidth)
     all-gather, reduce-scatter   (n-1) (latency + b / n / bandwidth)     b: bytes of the whole value
 
+A link that was measured over a process group (`runtime.links`) holds times of each collective at several sizes, with
+the copies and the packing that come with it; they are interpolated, and they go before the formulas.
+
 Sources of the built-in numbers stand beside them.
 """
 
@@ -19,7 +22,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,14 +34,31 @@ import torch
 from snnpart.errors import ConfigError
 
 VERSION = 1
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "gather_1_bit", "gather_4_bits")
+"""Collectives of which a link can hold measured times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins the ranks of one mesh axis: bytes per second each way, and microseconds before the first byte."""
+    """What joins the ranks of one mesh axis: bytes per second each way, and microseconds before the first byte.
+
+    `measured[kind]` are pairs (bytes of the whole value, microseconds) by rising size; kind is one of `KINDS` with the
+    number of ranks, as "all_gather/2".
+    """
 
     bandwidth: float
     latency_us: float
+    measured: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+
+    def measured_us(self, kind: str, ranks: int, size: float) -> float | None:
+        """Microseconds of a collective between the measured sizes, or along the last two of them beyond; None if it
+        was not measured."""
+        points = self.measured.get(f"{kind}/{ranks}", ())
+        if len(points) < 2:
+            return None
+        at = min(max(bisect([bytes_ for bytes_, _ in points], size), 1), len(points) - 1)
+        (small, fast), (large, slow) = points[at - 1], points[at]
+        return max(fast + (slow - fast) * (size - small) / (large - small), points[0][1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +68,8 @@ class MachineProfile:
     `flops` gives flop/s of matrix products by dtype name (`float32`), `copy` bytes/s read plus written by an
     element-wise kernel, `launch_us` the fixed time of one kernel, `links` the link of each mesh axis. `kernels`:
     microseconds of forward and backward of single operations as they were measured (`snnpart.measure`), by their text;
-    `scales`: how many times longer than by the roofline operations of a kind took, forward and backward.
+    `scales`: how many times longer than by the roofline operations of a kind took, forward and backward. `cache`: bytes
+    of the last-level cache where it decides how much is computed in one call (0: launches decide).
     """
 
     name: str
@@ -57,6 +79,7 @@ class MachineProfile:
     links: Mapping[str, Link] = field(default_factory=dict)
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    cache: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -80,10 +103,36 @@ class MachineProfile:
 
     def all_reduce_us(self, axis: str, size: float, ranks: int) -> float:
         """Microseconds to sum a value of `size` bytes over `ranks` ranks (0 for one rank)."""
-        return 2 * self.all_gather_us(axis, size, ranks)
+        measured = self._link(axis).measured_us("all_reduce", ranks, size)
+        return 2 * self._ring_us(axis, size, ranks) if measured is None else measured
 
     def all_gather_us(self, axis: str, size: float, ranks: int) -> float:
-        """Microseconds to gather a value of `size` bytes in all, or to reduce-scatter it (0 for one rank)."""
+        """Microseconds to gather a value of `size` bytes in all (0 for one rank)."""
+        measured = self._link(axis).measured_us("all_gather", ranks, size)
+        return self._ring_us(axis, size, ranks) if measured is None else measured
+
+    def reduce_scatter_us(self, axis: str, size: float, ranks: int) -> float:
+        """Microseconds to sum a value of `size` bytes over `ranks` ranks that keep a share each (0 for one rank).
+
+        At most those of an all-reduce, which can stand for it.
+        """
+        measured = self._link(axis).measured_us("reduce_scatter", ranks, size)
+        scatter = self._ring_us(axis, size, ranks) if measured is None else measured
+        return min(scatter, self.all_reduce_us(axis, size, ranks))
+
+    def gather_bits_us(self, axis: str, elements: int, width: int, size: float, ranks: int) -> float:
+        """Microseconds to gather a value of `elements` elements (`size` bytes) as `width` bits each, packing included.
+
+        Packing is a kernel that reads the rank's share, unpacking one that writes the whole value.
+        """
+        link = self._link(axis)
+        one, four = (link.measured_us(kind, ranks, size) for kind in ("gather_1_bit", "gather_4_bits"))
+        if one is not None and four is not None:
+            return one + (four - one) * (width - 1) / 3
+        packed = width * -(-elements // 8)
+        return self.all_gather_us(axis, packed, ranks) + self.kernel_us(0.0, size / ranks) + self.kernel_us(0.0, size)
+
+    def _ring_us(self, axis: str, size: float, ranks: int) -> float:
         return (ranks - 1) * self.send_us(axis, size / ranks)
 
     def _link(self, axis: str) -> Link:
@@ -104,8 +153,8 @@ class MachineProfile:
             version = data.pop("version", None)
             if version != VERSION:
                 raise ConfigError(f"profile version {version!r} is not {VERSION}")
-            links = {axis: Link(**link) for axis, link in data.pop("links", {}).items()}
-            measured = {
+            links = {axis: Link(**_tupled(link)) for axis, link in data.pop("links", {}).items()}
+            measured: dict[str, Any] = {
                 name: {key: (float(there), float(back)) for key, (there, back) in data.pop(name, {}).items()}
                 for name in ("kernels", "scales")
             }
@@ -115,11 +164,18 @@ class MachineProfile:
             raise ConfigError(f"this is not a machine profile: {error}", choices=fields) from error
 
 
+def _tupled(link: Mapping[str, Any]) -> dict[str, Any]:
+    """A link's fields, its measured points as they were before JSON made lists of them."""
+    points = {kind: tuple((size, us) for size, us in found) for kind, found in link.get("measured", {}).items()}
+    return {**link, "measured": points} if "measured" in link else dict(link)
+
+
 CPU = MachineProfile(
     name="cpu-2core",
     flops={"float32": 8e10, "float64": 3.3e10, "bfloat16": 1.4e9, "float16": 1.4e9},
     copy=1.2e10,
     launch_us=4.0,
+    cache=3.3e7,
     links={"tp": Link(1e9, 150.0), "pp": Link(1e9, 150.0), "dp": Link(1e9, 150.0)},
     source="measure_profile() on one thread of a 2-core x86 virtual machine, torch 2.14; links: gloo over loopback",
 )

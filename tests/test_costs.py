@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,24 @@ def test_collectives_are_rings() -> None:
     assert PROFILE.all_reduce_us("tp", 400, 1) == 0
     with pytest.raises(ConfigError, match="no link for the mesh axis 'pp'"):
         PROFILE.send_us("pp", 1)
+
+
+def test_a_measured_link_goes_before_the_formulas() -> None:
+    """Between the points straight lines, beyond them the last line, below them the smallest message's time."""
+    measured = {
+        "all_gather/2": ((100.0, 10.0), (200.0, 20.0), (400.0, 80.0)),
+        "all_reduce/2": ((100.0, 15.0), (300.0, 35.0)),
+        "reduce_scatter/2": ((100.0, 50.0), (300.0, 70.0)),
+        "gather_1_bit/2": ((100.0, 3.0), (200.0, 5.0)),
+        "gather_4_bits/2": ((100.0, 6.0), (200.0, 14.0)),
+    }
+    profile = replace(PROFILE, links={"tp": Link(1e6, 10.0, measured)})
+    gathers = {size: profile.all_gather_us("tp", size, 2) for size in (10, 100, 150, 300, 500)}
+    assert gathers == pytest.approx({10: 10, 100: 10, 150: 15, 300: 50, 500: 110})
+    assert profile.all_gather_us("tp", 400, 4) == PROFILE.all_gather_us("tp", 400, 4), "measured over two ranks only"
+    assert profile.reduce_scatter_us("tp", 300, 2) == 35, "an all-reduce can stand for it"
+    assert profile.gather_bits_us("tp", 50, 3, 200, 2) == pytest.approx(5 + 9 * 2 / 3)
+    assert MachineProfile.from_json(profile.to_json()) == profile
 
 
 @pytest.mark.parametrize("profile", [PROFILE, *costs.BUILT_IN.values()], ids=lambda p: p.name)

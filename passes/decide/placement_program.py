@@ -160,7 +160,7 @@ class Builder:
         if isinstance(row.output, Partial):
             return self._reduce(node)
         if row.rule == "scatter":
-            return self._cut(node) * (2 if carries_gradient(node) else 1)
+            return self._scatter(node) + (self._cut(node) if carries_gradient(node) else 0.0)
         return 0.0
 
     def _variables(self, node: fx.Node, rules: Iterable[str]) -> frozenset[int]:
@@ -212,7 +212,7 @@ class Builder:
             whole = any(user not in self.group_of and not self._on_lane(user, node) for user in node.users)
             self._shared["a", cluster, None if whole else names] += self._gather(node)
             if names and not whole and carries_gradient(node):
-                self._shared["f", cluster, names] += self._reduce(node) - self._cut(node)
+                self._shared["f", cluster, names] += self._reduce(node) - self._scatter(node)
         if node in self.group_of and cluster is not None:
             self._shared["pq", cluster, frozenset([self._reader(node)])] += self._cut(node)
 
@@ -274,8 +274,12 @@ class Builder:
             return self._cut(node)
         return gather_us(self.profile, "tp", value, facts.get(node, Domain), self.tp)[0]
 
+    def _scatter(self, node: fx.Node) -> float:
+        """Summing something of the value's size and keeping a share."""
+        return self.profile.reduce_scatter_us("tp", value_bytes(node), self.tp)
+
     def _cut(self, node: fx.Node) -> float:
-        """Gathering, or summing and scattering, something of the value's size in its own dtype."""
+        """Gathering something of the value's size in its own dtype: backward of a cut."""
         return self.profile.all_gather_us("tp", value_bytes(node), self.tp)
 
     def _reduce(self, node: fx.Node) -> float:

@@ -246,7 +246,7 @@ class _Rewrite:
         us, states = gather_us(profile, "tp", value, facts.get(source, Domain), self.options.tp)
         extra = (states, partial) if partial else (states,) if states is not None else ()
         new = self._collective(source, ops.all_gather, self.made[source], (*_lane(have), *extra), R, at)
-        back = profile.all_gather_us("tp", value.bytes, self.options.tp) if partial and value.requires_grad else 0.0
+        back = profile.reduce_scatter_us("tp", value.bytes, self.options.tp) if partial and value.requires_grad else 0.0
         facts.put(new, Cost(forward_us=us, backward_us=back))
         return new
 
@@ -267,7 +267,8 @@ class _Rewrite:
     def _cost(self, function: Any, value: Value) -> Cost:
         reduce = self.options.profile.all_reduce_us("tp", value.bytes, self.options.tp)
         gather = self.options.profile.all_gather_us("tp", value.bytes, self.options.tp)
-        forward = {ops.all_reduce: reduce, ops.reduce_scatter: gather}.get(function, 0.0)
+        scatter = self.options.profile.reduce_scatter_us("tp", value.bytes, self.options.tp)
+        forward = {ops.all_reduce: reduce, ops.reduce_scatter: scatter}.get(function, 0.0)
         moved = {ops.grad_all_reduce: reduce, ops.shard: gather, ops.reduce_scatter: gather}
         backward = moved.get(function, 0.0)
         return Cost(forward_us=forward, backward_us=backward if value.requires_grad else 0.0)
