@@ -232,14 +232,14 @@ def _record(scan: Scan, x: Tensor, tensors: Mapping[str, Tensor]) -> NeuronStep:
     stepper = _Stepper(scan, tuple(tensors), _Runner(scan))
     p = tuple(tensors.values())
     with torch.no_grad():
-        made = stepper.first(x, *p)
-        forward = _traced(stepper.next, (x, *p, *made[:-1]))
+        made = map(torch.clone, stepper.first(x, *p)[:-1])  # make_fx tells its inputs apart by identity
+        forward = _traced(stepper.next, (x, *p, *made))
     used = [bool(node.users) for node in forward.nodes if node.op == "placeholder"][1 + len(p) :]
     stepper.kept = tuple(i for i, is_used in zip(stepper.kept, used, strict=True) if is_used)
     with torch.no_grad():
-        s = tuple(item.detach() for item in stepper.first(x, *p)[:-1])
+        s = tuple(item.clone() for item in stepper.first(x, *p)[:-1])
         first, later = _traced(stepper.first, (x, *p)), _traced(stepper.next, (x, *p, *s))
-    back = (*map(torch.clone, s), x.clone())  # make_fx tells its inputs apart by identity
+    back = (*map(torch.clone, s), x.clone())
     return NeuronStep(
         Pass(first, _traced(_pulled(stepper.first, 1 + len(p)), (x, *p, *back))),
         Pass(later, _traced(_pulled(stepper.next, 1 + len(p) + len(s)), (x, *p, *s, *back))),

@@ -1,0 +1,65 @@
+"""One GPU: fused neurons give what the separate operations give, in every dtype, and can be captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.kernels.fused import both, cases, errors, example, region
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CASES = cases()
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls() -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_what_the_separate_operations_give(name: str, channels_last: bool) -> None:
+    case = CASES[name]
+    wanted, found, fused = both(case, example(case, "cuda"), dtype=case.dtype, channels_last=channels_last)
+    assert fused == case.fused
+    assert all(grad is not None for grad in wanted[1].values())
+    limit = 1e-9 if case.dtype is torch.float64 else 1e-5
+    assert {key: value for key, value in errors(wanted, found).items() if value > limit} == {}
+
+
+@pytest.mark.parametrize("name", ["LIF-detached", "PLIF", "long", "eval"])
+def test_large_tensors_in_float32(name: str) -> None:
+    """Many programs with several tiles each; at most 1e-5 of the spikes flip between two orders of one sum."""
+    case = CASES[name]
+    generator = torch.Generator("cuda").manual_seed(3)
+    x = torch.rand((case.steps, 6, 5, 96, 80), generator=generator, device="cuda") * 2
+    wanted, found, fused = both(case, x, dtype=torch.float32, channels_last=True)
+    assert fused == 1
+    flips = (wanted[0] - found[0]).abs() > 0.5
+    assert float(flips.double().mean()) <= 1e-5
+    off = {
+        key: value
+        for key, value in errors(wanted, found).items()
+        if value > 2e-3 and key not in ("output", "gradient x")
+    }
+    assert off == {}
+
+
+@pytest.mark.parametrize("name", ["plain, no norm", "Leaky"])
+def test_membranes_are_float32_whatever_the_input_is(name: str) -> None:
+    case = CASES[name]
+    kernel, reference = region(case, "cuda")
+    x = (torch.rand((case.steps, 2, 5, 4, 3), device="cuda") * 2).to(torch.bfloat16)
+    spikes = kernel(x)
+    assert spikes.dtype is torch.bfloat16
+    assert 0.01 < float(spikes.float().mean()) < 0.99
+    assert torch.equal(spikes.float(), reference(x.float()))
+
+
+def test_a_fused_step_is_captured_and_replayed() -> None:
+    """Forward and backward in one CUDA graph; a replay on new input gives what eager gives on it."""
+    case = CASES["PLIF"]
+    wanted, found, _ = both(case, example(case, "cuda"), dtype=torch.float32, captured=True)
+    assert {key: value for key, value in errors(wanted, found).items() if value > 1e-5} == {}

@@ -1,0 +1,316 @@
+"""Fused neurons beside what they stand for: networks of one or two blocks, run with kernels and without.
+
+Run as a program (`python -m tests.runtime.kernels.fused`) it does so for every case in Triton's interpreter, which is
+chosen before Triton is imported, and prints one JSON line a case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from snnpart import frameworks
+from snnpart.compilation import Options, compile_program
+from snnpart.graph import Body
+from snnpart.ops_fused import FusedNeuron
+from snnpart.program import CompiledProgram
+from snnpart.runtime.kernels.fused_neuron import Fused
+from tests.nets import Spike
+
+
+class Block(nn.Module):
+    """[T, N, C, H, W] -> the same: convolution, norm, a neuron for all steps, and what the input had (`residual`)."""
+
+    def __init__(self, neuron: nn.Module, *, channels: int = 5, residual: bool = True, norm: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
+        self.neuron, self.residual = neuron, residual
+        with torch.no_grad():
+            self.conv.weight.mul_(2.0)
+            if norm:
+                self.norm.weight.uniform_(0.8, 1.6)
+                self.norm.bias.uniform_(0.1, 0.6)
+                self.norm.running_mean.uniform_(-0.2, 0.2)  # type: ignore[union-attr, operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+        spikes: Tensor = self.neuron(y)
+        return spikes + x if self.residual else spikes
+
+
+class Steps(nn.Module):
+    """The same as a loop over time of a neuron that takes one step and is given its state."""
+
+    def __init__(self, step: Callable[..., Any], *, channels: int = 5, states: int = 1) -> None:
+        super().__init__()
+        self.conv, self.step, self.states = nn.Conv2d(channels, channels, 3, padding=1), step, states
+        with torch.no_grad():
+            self.conv.weight.mul_(3.0)
+            self.conv.bias.uniform_(0.3, 0.9)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: tuple[Any, ...] = (None,) * self.states
+        made = []
+        for t in range(x.shape[0]):
+            spikes, *state = self.step(self.conv(x[t]), *state)  # type: ignore[assignment]
+            made.append(spikes)
+        return torch.stack(made)
+
+
+class Written(nn.Module):
+    """A neuron in plain torch: learnable leak and threshold, soft reset that is not detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leak, self.threshold = nn.Parameter(torch.tensor(0.4)), nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        v = x if v is None else v * torch.sigmoid(self.leak) + x
+        spikes: Tensor = Spike.apply(v - self.threshold)
+        return spikes, v - spikes * self.threshold
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its number of steps, the mode, and the dtype in which it is exact (snnTorch's run in float32)."""
+
+    make: Callable[[], nn.Module]
+    steps: int = 4
+    training: bool = True
+    dtype: torch.dtype = torch.float64
+    fused: int = 1
+
+
+def _multi_step(kind: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
+    made = kind(**given)
+    made.step_mode = "m"
+    return made
+
+
+def spikingjelly_neurons() -> dict[str, Callable[[], nn.Module]]:
+    from spikingjelly.activation_based import neuron, surrogate
+
+    def made(kind: str, **given: Any) -> Callable[[], nn.Module]:
+        return partial(_multi_step, getattr(neuron, f"{kind}Node"), given)
+
+    found = {
+        "IF": made("IF"),
+        "LIF": made("LIF"),
+        "LIF-detached": made("LIF", detach_reset=True, surrogate_function=surrogate.ATan()),
+        "LIF-soft": made("LIF", v_reset=None, tau=1.5, decay_input=False),
+        "PLIF": made("ParametricLIF"),
+        "QIF": made("QIF"),
+        "EIF": made("EIF"),
+        "Izhikevich": made("Izhikevich"),
+        "KLIF": made("KLIF"),
+    }
+    found |= {
+        name: made(name) for name in ("ILIF", "TernaryIF", "TernaryLIF", "CUBALIF") if hasattr(neuron, f"{name}Node")
+    }
+    return found
+
+
+def cases() -> dict[str, Case]:
+    """All cases by name."""
+    import snntorch as snn
+
+    found = {name: Case(partial(_block, make)) for name, make in spikingjelly_neurons().items()}
+    lif = spikingjelly_neurons()["LIF-detached"]
+    found |= {
+        "eval": Case(partial(_block, lif), training=False),
+        "plain": Case(partial(_block, lif, residual=False)),
+        "plain, no norm": Case(partial(_block, lif, norm=False, residual=False)),
+        "no norm": Case(partial(_block, lif, norm=False)),
+        "long": Case(partial(_block, spikingjelly_neurons()["PLIF"]), steps=20),
+        "prime": Case(partial(_block, lif), steps=17),
+        "written": Case(lambda: Steps(Written())),
+        "written, long": Case(lambda: Steps(Written()), steps=18),
+        "Leaky": Case(lambda: Steps(snn.Leaky(beta=0.9, learn_beta=True)), dtype=torch.float32),
+        "Synaptic": Case(lambda: Steps(snn.Synaptic(alpha=0.8, beta=0.9), states=2), dtype=torch.float32),
+        "Alpha": Case(lambda: Steps(snn.Alpha(alpha=0.9, beta=0.8), states=3), dtype=torch.float32),
+    }
+    return found
+
+
+def _block(make: Callable[[], nn.Module], **given: Any) -> nn.Module:
+    return Block(make(), **given)
+
+
+class Kernels(Body):
+    """Runs fused neurons with kernels."""
+
+    def bound(self, target: Any) -> Any:
+        bound = super().bound(target)
+        return Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
+
+
+Run = tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A compiled case, from which bodies with or without kernels are made."""
+
+    compiled: CompiledProgram
+    training: bool
+    device: torch.device
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.compiled.stages[0, 0].graph
+
+    @property
+    def fused(self) -> int:
+        return sum(isinstance(node.target, FusedNeuron) for node in self.graph.nodes)
+
+    def body(self, kind: type[Body]) -> Body:
+        program, known = self.compiled.stages[0, 0], self.compiled.source.tensors
+        own = {
+            part.name: ("parameter" if part.requires_grad else part.kind, known[part.name].tensor.detach().clone())
+            for part in program.tensors
+            if not part.leaf
+        }
+        leaves = {path: frameworks.clone_leaf(info.module, {}) for path, info in program.leaves.items()}
+        body = kind(own, leaves).to(self.device).train(self.training)
+        return body
+
+    def run(self, body: Body, x: Tensor) -> Tensor:
+        for path in self.compiled.stages[0, 0].leaves:
+            for part in body.get_submodule(path).modules():
+                frameworks.adapter_for(part).reset(part)
+        sized = any(node.op == "placeholder" and node.target == "batch_size" for node in self.graph.nodes)
+        found: Tensor = body.bind(self.graph)(x, *([x.shape[1]] if sized else []))[0]
+        return found
+
+
+def _compiled(case: Case, x: Tensor, dtype: torch.dtype) -> _Program:
+    torch.manual_seed(0)
+    model = case.make().to(dtype).train(case.training)
+    options = Options(input_layout="TNCHW", verify="off", fuse=True)
+    compiled, _ = compile_program(model, x.cpu().to(dtype), options, training=case.training)
+    return _Program(compiled, case.training, x.device)
+
+
+def both(
+    case: Case, x: Tensor, *, dtype: torch.dtype, channels_last: bool = False, captured: bool = False
+) -> tuple[Run, Run, int]:
+    """Output, gradients (the input's as `x`) and buffers of the case without kernels and with; how many nodes fused.
+
+    `captured`: with kernels, forward and backward are replayed from a CUDA graph that was captured on other input.
+    """
+    program = _compiled(case, x, dtype)
+    generator = torch.Generator().manual_seed(1)
+    given = _channels_last(x.to(dtype)) if channels_last else x.to(dtype)
+    weights = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(given)
+    runs = []
+    for kind in (Body, Kernels):
+        body = program.body(kind)
+        own = given.detach().clone().requires_grad_()
+        if captured and kind is Kernels:
+            y = _replayed(program, body, own, weights)
+        else:
+            y = program.run(body, own)
+            (y * weights).sum().backward()
+        grads = {"x": own.grad} | {name: p.grad for name, p in body.named_parameters()}
+        runs.append((y.detach(), grads, dict(_kept(body))))
+    return runs[0], runs[1], program.fused
+
+
+def _kept(body: Body) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are not a neuron's state."""
+    state = {"mem", "spk", "syn", "syn_exc", "syn_inh"}
+    yield from ((n, b.detach()) for n, b in body.named_buffers() if n.rpartition(".")[2] not in state)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
+
+
+def _replayed(program: _Program, body: Body, x: Tensor, weights: Tensor) -> Tensor:
+    """The output of one replay on x; everything that warm-up and capture changed is put back first."""
+    wanted = x.detach().clone()
+    before = {name: value.detach().clone() for name, value in body.state_dict().items()}
+    with torch.no_grad():
+        x.uniform_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            (program.run(body, x) * weights).sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    x.grad, graph = None, torch.cuda.CUDAGraph()
+    for parameter in body.parameters():
+        parameter.grad = None
+    with torch.cuda.graph(graph):
+        y = program.run(body, x)
+        (y * weights).sum().backward()
+    with torch.no_grad():
+        x.copy_(wanted)
+        for name, value in body.state_dict().items():
+            value.copy_(before[name])
+    graph.replay()
+    torch.cuda.synchronize()
+    return y
+
+
+def region(case: Case, device: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The fused node of a case without norm and addition as a function of x [T, N, ...]: with a kernel, and without."""
+    program = _compiled(case, example(case, device), torch.float32)
+    node = next(node for node in program.graph.nodes if isinstance(node.target, FusedNeuron))
+    target: Any = node.target
+    assert len(node.args) == 1
+    body = program.body(Kernels)
+    return body.bound(target), target.over(body.bind)
+
+
+def errors(wanted: Run, found: Run) -> dict[str, float]:
+    """The largest difference of each value, by the largest number in it."""
+    named: list[tuple[str, Tensor | None, Tensor | None]] = [("output", wanted[0], found[0])]
+    named += [(f"gradient {name}", grad, found[1][name]) for name, grad in wanted[1].items()]
+    named += [(f"buffer {name}", value, found[2][name]) for name, value in wanted[2].items()]
+    return {name: _error(a, b) for name, a, b in named}
+
+
+def _error(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1.0))
+
+
+def example(case: Case, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return (torch.rand((case.steps, 2, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
+
+
+def report(name: str, case: Case, channels_last: bool) -> Mapping[str, Any]:
+    wanted, found, fused = both(case, example(case), dtype=case.dtype, channels_last=channels_last)
+    silent = [key for key, grad in wanted[1].items() if grad is None]
+    spikes = wanted[0] - example(case) if getattr(case.make(), "residual", False) else wanted[0]
+    rate = float((spikes.abs() > 0.5).double().mean())
+    return {
+        "case": name,
+        "last": channels_last,
+        "fused": fused,
+        "rate": rate,
+        "silent": silent,
+        "errors": errors(wanted, found),
+    }
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    for name, case in cases().items():
+        for channels_last in (False, True):
+            sys.stdout.write(json.dumps(report(name, case, channels_last)) + "\n")
