@@ -129,7 +129,7 @@ def test_other_versions_and_edited_programs(saved: Path, tmp_path: Path) -> None
 
 
 def test_classes_outside_the_allowed_packages(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="tests.distributed.cases:Spike"):
+    with pytest.raises(CheckpointError, match="tests.neurons:Spike"):
         artifact.load(saved, modules=["torch"])
 
 

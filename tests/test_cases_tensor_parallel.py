@@ -19,33 +19,7 @@ from snnpart.passes.decide import decide
 from snnpart.passes.lower import lower
 from snnpart.program import CompiledProgram
 from tests.lowering import analysed
-
-
-class Spike(torch.autograd.Function):
-    """Step forward, triangle backward."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return grad * (1 - u.abs()).clamp(min=0)
-
-
-def sine(*shape: int, k: float = 0.7) -> Tensor:
-    return torch.sin(torch.arange(torch.Size(shape).numel(), dtype=torch.float64) * k + 0.3).reshape(shape)
-
-
-def fill(module: nn.Module, k: float = 0.37, scale: float = 0.5) -> nn.Module:
-    module = module.double()
-    with torch.no_grad():
-        for i, p in enumerate(module.parameters()):
-            if p.dim():
-                p.copy_(sine(*p.shape, k=k + 0.01 * i) * scale)
-    return module
+from tests.neurons import Spike, data, fill
 
 
 class Plif(nn.Module):
@@ -116,17 +90,17 @@ def program_of(
 def norms_of(program: CompiledProgram, x: Tensor, k: float = 0.11) -> tuple[Tensor, dict[str, float]]:
     """The output, and the norm of every gradient for the case's loss."""
     run = simulate.run(program, (x,), training=True)
-    (run.outputs[0] * sine(*run.outputs[0].shape, k=k)).sum().backward()
+    (run.outputs[0] * data(*run.outputs[0].shape, k=k)).sum().backward()
     return run.outputs[0].detach(), {n: float(g.norm()) for n, g in run.gradients().items() if g is not None}
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a10_gradient_of_a_shared_input(tp: int) -> None:
     module = fill(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)), scale=0.9)
-    x = sine(2, 2, 5, 5)
+    x = data(2, 2, 5, 5)
     program = program_of(module, x, tp, {"0": "replicate", "2": "column"})
     run = simulate.run(program, (x,), training=True)
-    (run.outputs[0] * sine(2, 6, 5, 5, k=0.11)).sum().backward()
+    (run.outputs[0] * data(2, 6, 5, 5, k=0.11)).sum().backward()
     grads = [run.ranks[0, rank].tensors["0.weight"].grad for rank in range(tp)]
     assert float(grads[0].norm()) == pytest.approx(33.346415819888215, rel=1e-9)  # type: ignore[union-attr]
     assert all(torch.equal(grads[0], grad) for grad in grads)  # type: ignore[arg-type]
@@ -144,7 +118,7 @@ def test_a12_odd_widths_thresholds_and_a_shared_time_constant(tp: int, rule: str
     module = nn.Sequential(nn.Linear(4, 7), Plif(7), nn.Linear(7, 5), Plif(5))
     fill(module[0], scale=0.9)
     fill(module[2], k=0.51, scale=0.9)
-    x = sine(6, 3, 4) * 2
+    x = data(6, 3, 4) * 2
     program = program_of(module, x, tp, {"0": "column", "2": rule}, in_dims=1, time_dims=0)
     out, norms = norms_of(program, x)
     assert float(out.sum()) == pytest.approx(41.0)
@@ -163,7 +137,7 @@ def test_a13_depthwise_and_grouped(tp: int) -> None:
         nn.Conv2d(12, 3, 1, bias=False),
     )
     fill(module, scale=0.9)
-    x = sine(2, 4, 5, 5)
+    x = data(2, 4, 5, 5)
     program = program_of(module, x, tp, {"0": "column", "3": "row"})
     assert program.plan.shards["1"] == program.plan.shards["2"] == "group"
     out, norms = norms_of(program, x)
@@ -174,7 +148,7 @@ def test_a13_depthwise_and_grouped(tp: int) -> None:
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a22_sums_of_spikes_arrive_unchanged(tp: int) -> None:
-    module, x = fill(Counting(), scale=0.9), sine(3, 3) * 2
+    module, x = fill(Counting(), scale=0.9), data(3, 3) * 2
     program = program_of(module, x, tp, {"*": "column"})
     out = simulate.run(program, (x,), training=False).outputs[0].detach()
     assert torch.equal(out, module(x).detach()) and float(out.max()) == 5.0

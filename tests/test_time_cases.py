@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from snnpart import simulate
 from snnpart.api import parallelize
 from snnpart.errors import ConfigError
-from tests.distributed.cases import LIF, Spike, det, fill
+from tests.distributed.cases import det, fill
+from tests.neurons import LIF, Spike
 
 
 def outputs(model: nn.Module, x: Tensor, training: bool = True, microbatches: int = 1, **options: object) -> Tensor:

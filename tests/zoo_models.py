@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.neurons import SoftLIF
+
 
 class KeepDtype(torch.autograd.Function):
     """A surrogate in the form snnTorch takes, whose spikes keep the dtype, so that float64 networks run."""
@@ -226,47 +228,10 @@ def sinabs_layers() -> nn.Module:
     )
 
 
-class Spike(torch.autograd.Function):
-    """The commonest hand-written surrogate: a step forward, a box backward."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (u,) = ctx.saved_tensors
-        return grad * (u.abs() < 1).to(u.dtype)
-
-
-spike = Spike.apply
-
-
-class Lif(nn.Module):
-    """A hand-written neuron that keeps its membrane on itself and has a reset."""
-
-    is_neuron = True
-
-    def __init__(self, decay: float = 0.5, threshold: float = 0.6) -> None:
-        super().__init__()
-        self.decay, self.threshold = decay, threshold
-        self.mem: Tensor | None = None
-
-    def reset(self) -> None:
-        self.mem = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        mem = x if self.mem is None else self.decay * self.mem + x
-        spikes: Tensor = spike(mem - self.threshold)
-        self.mem = mem - spikes * self.threshold
-        return spikes
-
-
 class _Block(nn.Module):
     def __init__(self, wide: int, out: int) -> None:
         super().__init__()
-        self.conv, self.bn, self.lif = nn.Conv2d(wide, out, 3, padding=1), nn.BatchNorm2d(out), Lif()
+        self.conv, self.bn, self.lif = nn.Conv2d(wide, out, 3, padding=1), nn.BatchNorm2d(out), SoftLIF()
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.lif(self.bn(self.conv(x)))
@@ -314,7 +279,7 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.back, self.lif, self.out = nn.Linear(6, 9), nn.Linear(9, 9), Lif(), nn.Linear(9, 3)
+        self.fc, self.back, self.lif, self.out = nn.Linear(6, 9), nn.Linear(9, 9), SoftLIF(), nn.Linear(9, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes, out = x.new_zeros(x.shape[0], 9), []
@@ -329,7 +294,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.lif, self.decode = nn.Linear(8, 8, bias=False), Lif(), nn.Linear(8, 8)
+        self.encode, self.lif, self.decode = nn.Linear(8, 8, bias=False), SoftLIF(), nn.Linear(8, 8)
         self.decode.weight = self.encode.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,51 +15,11 @@ import torch.nn.functional as F
 from spikingjelly.activation_based.neuron import LIFNode
 from torch import Tensor, nn
 
+from tests.neurons import LIF
+from tests.neurons import data as det
+from tests.neurons import fill as filled
 
-def det(*shape: int, k: float = 0.7) -> Tensor:
-    """Deterministic data."""
-    count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(count, dtype=torch.float64) * k + 0.3).reshape(shape)
-
-
-def fill(model: nn.Module, k: float = 0.37, scale: float = 0.5) -> nn.Module:
-    """Deterministic parameters, in float64."""
-    model.double()
-    with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
-            if p.dim():
-                p.copy_(det(*p.shape, k=k + 0.01 * i) * scale)
-    return model
-
-
-class Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (u,) = ctx.saved_tensors
-        return grads[0] * (1 - u.abs()).clamp(min=0)
-
-
-class LIF(nn.Module):
-    """Plain PyTorch neuron whose state lives on the module."""
-
-    def __init__(self, decay: float = 0.5, vth: float = 0.3) -> None:
-        super().__init__()
-        self.decay, self.vth = decay, vth
-        self.v: Tensor | None = None
-
-    def reset(self) -> None:
-        self.v = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        v = x if self.v is None else self.decay * self.v + x
-        z: Tensor = Spike.apply(v - self.vth)
-        self.v = v * (1 - z.detach())
-        return z
+fill = partial(filled, scale=0.5)
 
 
 def reset(model: nn.Module) -> None:

@@ -20,20 +20,9 @@ from snnpart.facts import Value
 from snnpart.graph import InputInfo, OutputInfo, SpikeGraph, TensorInfo
 from snnpart.plan import Plan
 from snnpart.program import Action, CompiledProgram, Port, StageProgram, TensorSlice
+from tests.neurons import Spike
 
 BATCH = 4
-
-
-class Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, u):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (u,) = ctx.saved_tensors
-        return grad * (1 - u.abs()).clamp(min=0)
 
 
 class Net(nn.Module):

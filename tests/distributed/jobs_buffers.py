@@ -7,7 +7,7 @@ from torch import Tensor
 
 from snnpart import parallelize
 from tests.distributed.jobs import ramp
-from tests.trace.models import data, fill
+from tests.neurons import data, fill
 from tests.trace.test_window_buffers import Net
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.pool import Pool
 from tests.distributed.reference import assert_same
-from tests.trace.models import data, fill
+from tests.neurons import data, fill
 from tests.trace.test_window_buffers import Net
 
 

@@ -15,7 +15,7 @@ from snnpart.errors import TraceError
 from snnpart.frameworks import adapter_for, preserved, reset_state
 from snnpart.trace import trace
 from tests.frameworks.neurons import every_case
-from tests.zoo_models import Lif
+from tests.neurons import SoftLIF
 
 CASES = every_case()
 
@@ -107,7 +107,7 @@ def test_preserved_undoes_in_place_writes_into_state() -> None:
 
 
 def test_hand_written_neurons_are_reset_by_their_own_method() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), Lif())
+    net = nn.Sequential(nn.Linear(3, 4), SoftLIF())
     net(torch.randn(2, 3))
     assert net[1].mem is not None
     reset_state(net)
@@ -152,7 +152,7 @@ def test_a_parent_may_reset_its_children() -> None:
 
 
 def test_the_users_reset_comes_instead_of_all_else() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), Lif())
+    net = nn.Sequential(nn.Linear(3, 4), SoftLIF())
     net(torch.randn(2, 3))
     calls: list[nn.Module] = []
     reset_state(net, calls.append)

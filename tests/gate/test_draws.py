@@ -11,7 +11,7 @@ from snnpart import parallelize
 from snnpart.errors import VerifyError
 from snnpart.gate import check_program
 from snnpart.gate.draws import WithoutDraws, draws_otherwise
-from tests.zoo_models import Lif
+from tests.neurons import SoftLIF
 
 
 class Dropped(nn.Module):
@@ -19,7 +19,7 @@ class Dropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.lif = nn.Linear(4, 8), nn.Linear(8, 6), Lif(threshold=0.2)
+        self.a, self.b, self.lif = nn.Linear(4, 8), nn.Linear(8, 6), SoftLIF(threshold=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         out = [

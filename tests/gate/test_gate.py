@@ -22,14 +22,14 @@ from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.decide import decide
 from snnpart.passes.lower import lower
 from snnpart.trace import trace
+from tests.neurons import BoxSpike, SoftLIF
 from tests.zoo import ZOO
-from tests.zoo_models import Lif, Spike
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.bn, self.lif, self.b = nn.Linear(4, 6), nn.BatchNorm1d(6), Lif(), nn.Linear(6, 3)
+        self.a, self.bn, self.lif, self.b = nn.Linear(4, 6), nn.BatchNorm1d(6), SoftLIF(), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_zeros(x.shape[0], 3)
@@ -83,7 +83,7 @@ def test_a_wrong_constant_is_named_with_its_node_and_line(x: Tensor) -> None:
         check_trace(net, graph, x)
     text = str(error.value)
     assert "the traced graph differs from the module: output '0' by" in text
-    assert "module 'lif'" in text and "zoo_models.py:" in text and "node %" in text
+    assert "module 'lif'" in text and "neurons.py:" in text and "node %" in text
     assert 'verify="off"' in text
 
 
@@ -92,7 +92,7 @@ def test_a_lost_surrogate_is_seen_by_its_gradients_alone(x: Tensor) -> None:
     net = Net()
     graph = traced(net, x)
     for node in list(graph.graph.nodes):
-        if getattr(node.target, "function", None) is Spike:
+        if getattr(node.target, "function", None) is BoxSpike:
             with graph.graph.inserting_after(node):
                 cut = graph.graph.call_function(torch.detach, (node,))
             node.replace_all_uses_with(cut)
@@ -194,7 +194,7 @@ def test_nested_results_with_constants(x: Tensor) -> None:
 
 def test_a_single_step_module_with_frames(x: Tensor) -> None:
     """`time_steps`: step t of the frames, outputs stacked over T."""
-    net = nn.Sequential(nn.Linear(4, 6), Lif())
+    net = nn.Sequential(nn.Linear(4, 6), SoftLIF())
     frames = torch.randn(5, 3, 4)
     graph = trace(net, frames, time_dims=1, time_steps=3)
     assert check_trace(net, graph, frames).traced.output == 0

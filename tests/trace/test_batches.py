@@ -13,7 +13,7 @@ from snnpart import facts, ops
 from snnpart.facts import Value
 from snnpart.graph import BATCH_SIZE, SpikeGraph
 from snnpart.trace import trace
-from tests.trace.models import LIF, Spike, data, fill
+from tests.neurons import LIF, Spike, data, fill
 from tests.trace.parity import check
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from snnpart.errors import ConfigError, TraceError
 from snnpart.trace import trace
-from tests.trace.models import LIF, data, fill
+from tests.neurons import LIF, data, fill
 from tests.trace.parity import check
 
 

@@ -13,7 +13,7 @@ from snnpart import facts
 from snnpart.errors import TraceError
 from snnpart.facts import Values
 from snnpart.trace import trace
-from tests.trace.models import data, fill
+from tests.neurons import data, fill
 from tests.trace.parity import check
 
 spikingjelly = pytest.importorskip("spikingjelly.activation_based")

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from snnpart import ops
 from snnpart.errors import TraceError
 from snnpart.trace import trace
-from tests.trace.models import data, fill
+from tests.neurons import data, fill
 from tests.trace.parity import check
 from tests.trace.test_writes import Between
 

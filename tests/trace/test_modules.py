@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from snnpart import facts, ops
 from snnpart.errors import ConfigError, TraceError
 from snnpart.trace import trace
-from tests.trace.models import LIF, Spike, data, fill
+from tests.neurons import LIF, Spike, data, fill
 from tests.trace.parity import check, snapshot
 
 

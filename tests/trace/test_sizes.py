@@ -14,7 +14,7 @@ from snnpart.graph import SpikeGraph
 from snnpart.text import parse_graph, print_graph
 from snnpart.trace import sizes, trace
 from snnpart.trace.sizes import Comparisons, Size
-from tests.trace.models import data
+from tests.neurons import data
 
 
 def compared(graph: SpikeGraph) -> set[str]:

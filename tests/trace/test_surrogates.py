@@ -14,7 +14,7 @@ from snnpart.errors import TraceError
 from snnpart.facts import Value
 from snnpart.graph import SpikeGraph
 from snnpart.trace import trace
-from tests.trace.models import Spike, data, fill
+from tests.neurons import Spike, data, fill
 from tests.trace.parity import check
 
 early = Spike.apply

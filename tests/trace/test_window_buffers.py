@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from snnpart import ops, parallelize
 from snnpart.trace import trace
-from tests.trace.models import Spike, data, fill
+from tests.neurons import Spike, data, fill
 from tests.trace.parity import check
 
 

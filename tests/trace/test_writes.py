@@ -14,7 +14,7 @@ from snnpart import ops
 from snnpart.effects import is_in_place
 from snnpart.errors import TraceError
 from snnpart.trace import trace
-from tests.trace.models import Spike, data, fill
+from tests.neurons import Spike, data, fill
 from tests.trace.parity import check
 
 
@@ -131,7 +131,7 @@ def copies(x: Tensor) -> Tensor:
 
 def keeps_dtype(x: Tensor) -> Tensor:
     count = torch.zeros(4, dtype=torch.int64)
-    count += (x[0] > 0)
+    count += x[0] > 0
     mask = torch.zeros(4, dtype=torch.float32)
     mask.copy_(x[0].detach())
     ones = torch.ones(4, dtype=torch.float32)

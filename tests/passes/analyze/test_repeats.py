@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +15,8 @@ from snnpart.graph import SpikeGraph
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE, REWRITE
 from snnpart.trace import trace
+from tests.neurons import Spike
 from tests.zoo_spikingjelly import sew_resnet
-
-
-class Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        return (u >= 0).to(u)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
 
 
 class Unit(nn.Module):

@@ -21,6 +21,7 @@ from snnpart.passes.analyze.time import AnalyzeTime
 from snnpart.passes.rewrite.canonicalize import Canonicalize
 from snnpart.trace import trace
 from tests.graphs import calls, graph_of
+from tests.neurons import Spike
 from tests.zoo import ZOO
 
 T, N = 5, 2
@@ -89,16 +90,6 @@ def test_reading_single_steps() -> None:
     graph = analysed(graph_of(lambda x: x[3] + x.select(0, 1), FRAMES, in_dims=1, time_dims=0))
     steps = {node.target: facts.need(node, TimeRole).step for node in graph.graph.nodes if node.op == "call_function"}
     assert steps == {operator.getitem: 3, torch.select: 1, torch.add: 3}
-
-
-class Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        return (u >= 0).to(u)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
 
 
 class Loop(nn.Module):

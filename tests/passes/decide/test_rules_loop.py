@@ -21,9 +21,9 @@ from snnpart.passes.decide import decide
 from snnpart.passes.decide.lanes import find_lanes
 from snnpart.passes.lower import lower
 from snnpart.trace import trace
+from tests.neurons import spike
 from tests.passes.rewrite.fold_time import nets
 from tests.passes.rewrite.fold_time.parity import active, images
-from tests.zoo_models import spike
 
 
 def _analysed(module: nn.Module, x: Tensor, **dims: Any) -> SpikeGraph:

@@ -24,9 +24,9 @@ from snnpart.text import parse_graph, print_graph
 from snnpart.trace import trace
 from tests.calibrate import fire
 from tests.lowering import assert_parity, compiled
+from tests.neurons import BoxSpike
 from tests.trace.parity import compare
 from tests.zoo import ZOO
-from tests.zoo_models import Spike
 
 T = 3
 NEEDS_SPIKINGJELLY = pytest.mark.skipif(importlib.util.find_spec("spikingjelly") is None, reason="needs SpikingJelly")
@@ -68,7 +68,7 @@ class Lif(nn.Module):
         v, out = torch.zeros_like(x[0]), []
         for t in range(self.steps):
             v = 0.5 * v + x[t]
-            spikes: Tensor = Spike.apply(v - 0.3)
+            spikes: Tensor = BoxSpike.apply(v - 0.3)
             v = v - spikes.detach() * 0.3
             out.append(spikes)
         return torch.stack(out)

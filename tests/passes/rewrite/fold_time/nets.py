@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo_models import KeepDtype, spike
+from tests.neurons import spike
+from tests.zoo_models import KeepDtype
 
 
-class Lif(nn.Module):
+class ArgumentLIF(nn.Module):
     """A hand-written neuron with its state in the arguments; `reset` is soft, hard or none."""
 
     def __init__(self, reset: str = "soft", decay: float = 0.6, threshold: float = 0.4) -> None:
@@ -69,7 +70,7 @@ class RandomLoop(nn.Module):
         wide = [WIDTH * (1 + (layer.skip == "cat")) for layer in shape.layers]
         self.linears = nn.ModuleList(nn.Linear(w, WIDTH) for w in [WIDTH, *wide[:-1]])
         self.norms = nn.ModuleList(norms[layer.norm]() for layer in shape.layers)
-        self.neurons = nn.ModuleList(Lif(layer.reset) for layer in shape.layers)
+        self.neurons = nn.ModuleList(ArgumentLIF(layer.reset) for layer in shape.layers)
         self.backs = nn.ModuleList(
             nn.Linear(WIDTH, WIDTH) if layer.feedback else nn.Identity() for layer in shape.layers
         )
@@ -287,7 +288,7 @@ class Residual(nn.Module):
         self.steps = steps
         self.convs = nn.ModuleList([nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)])
         self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=None)])
-        self.neurons = nn.ModuleList([Lif(), Lif("hard")])
+        self.neurons = nn.ModuleList([ArgumentLIF(), ArgumentLIF("hard")])
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from snnpart.gate.observe import copies, observe_module
 from snnpart.graph import BATCH_SIZE
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps
 from tests.graphs import calls
+from tests.neurons import SoftLIF, spike
 from tests.passes.rewrite.fold_time import nets
 from tests.passes.rewrite.fold_time.parity import active, check, fold, images, run, traced
-from tests.zoo_models import Lif, spike
 
 
 class Loop2(nn.Module):
@@ -216,7 +216,7 @@ class TimeFirst(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.lif = nn.Linear(3, 4), Lif()
+        self.fc, self.lif = nn.Linear(3, 4), SoftLIF()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(1, 0, 2)
@@ -348,7 +348,7 @@ def test_a_loop_after_a_loop() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 4), Lif(), Lif()
+            self.a, self.b, self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 4), SoftLIF(), SoftLIF()
 
         def forward(self, x: Tensor) -> Tensor:
             y = torch.stack([self.one(self.a(x[:, t])) for t in range(4)]).mean(0)
