@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
@@ -62,27 +61,6 @@ def blank(
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         made: Tensor = FakeTensor(mode, empty, device)
     return made
-
-
-class _Computed(_SingleLevelFunction):
-    """An operation that gives what it is handed in a tuple. `Function` would look for transforms first, slowly."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, holder: tuple[Tensor]) -> Tensor:
-        return holder[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError("tensors without data have no gradients")
-
-
-_SOURCE = torch.empty(1, requires_grad=True)
-
-
-def as_computed(tensor: Tensor) -> Tensor:
-    """The tensor itself, now one that requires a gradient and is no leaf, as the result of an operation is."""
-    computed: Tensor = _Computed.apply(_SOURCE, (tensor,))
-    return computed
 
 
 def knows_its_value(tensor: FakeTensor) -> bool:

@@ -21,6 +21,7 @@ def write(recorder: Recorder, called: Called, written: Any, run: Run) -> Any:
     """Record the write and carry it out on the fakes; `run` runs a function on them."""
     if called.name in writes.REFUSED or not isinstance(written, Tensor):
         raise recorder.error(f"'{called.name}' cannot be held in a graph", "make a new tensor instead")
+    recorder.settle(written)
     if called.name in writes.METADATA:
         return _change_shape(recorder, called, written, run)
     node = _value(recorder, called, written, run)

@@ -118,6 +118,8 @@ def _result(
     """What the leaf returns, in tensors of its own; it is left as it was, so that every call gives the same."""
     out = adapter_for(module).infer(module, args, kwargs)
     if out is NotImplemented:
+        for one in inputs:
+            recorder.settle(one)
         with preserved(module), recorder.fakes:
             out = module(*args, **kwargs)
     return _own(out, inputs)

@@ -42,6 +42,9 @@ _SIZES = frozenset(
     [torch.Tensor.shape.__get__, torch.numel]  # type: ignore[attr-defined]
     + [getattr(torch.Tensor, name) for name in ("size", "__len__", "numel", "nelement")]
 )
+_GRAPH_QUERIES = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "output_nr", "retains_grad")
+)
 QUERIES = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name) for name in _METHODS.split()]
@@ -69,6 +72,8 @@ class RecordingMode(TorchFunctionMode):
         if self.recorder.paused:
             return self._unrecorded(function, args, kwargs)
         if function in QUERIES:
+            if function in _GRAPH_QUERIES:
+                self.recorder.settle(args[0])
             answer = function(*args, **kwargs)
             return sizes.watched(answer, self.recorder.asked) if function in _SIZES else answer
         name = getattr(function, "__name__", "") or type(function).__name__
@@ -234,6 +239,7 @@ class RecordingMode(TorchFunctionMode):
         """`x.requires_grad = flag`, `x.requires_grad_(flag)`: nothing to record, but not for the network's tensors."""
         x, wanted = called.args[0], called.args[1] if len(called.args) > 1 else called.kwargs.get("requires_grad", True)
         known = self.recorder.roots.get(id(x))
+        self.recorder.settle(x)
         if known is not None and called.name.startswith("requires_grad") and x.requires_grad != bool(wanted):
             raise self.recorder.error(
                 f"forward changes requires_grad of '{known.name}'", "set requires_grad before the model is traced"

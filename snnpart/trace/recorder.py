@@ -305,6 +305,13 @@ class Recorder:
 
     # ---- writes
 
+    def settle(self, tensor: Tensor) -> None:
+        """Let autograd see what it must know of the tensor, and of what it is a view of, before a write."""
+        cell = self._cells.get(id(tensor))
+        while cell is not None:
+            self.results.settle(cell.tensor)
+            cell = cell.base
+
     def write(self, tensor: Tensor, node: fx.Node) -> None:
         """`tensor` was written in place and now holds the value of `node`; so do its bases, through it."""
         cell = self._cells[id(tensor)]

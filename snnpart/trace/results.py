@@ -12,7 +12,7 @@ and only where it is new memory: views, results that are an argument, and what k
 are made anew each time, as are calls without a tensor, which depend on the default device. Writes in place do not come
 here at all. Random operations do: nothing but the metadata of their result is kept.
 
-A kept result that requires a gradient is given a node of autograd of its own, so that it is no leaf.
+A kept result that requires a gradient is a leaf of autograd, until `settle` makes it the result of an operation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snnpart.compat import FakeTensor, FakeTensorMode, as_computed, blank, dispatch_modes, knows_its_value, storage_key
+from snnpart.compat import FakeTensor, FakeTensorMode, blank, dispatch_modes, knows_its_value, storage_key
 from snnpart.trace.flags import TrainingFlag
 
 _LITERALS = (int, float, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -60,6 +60,7 @@ class Results:
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self._known: dict[Any, Any] = {}
+        self._leaves: dict[int, Tensor] = {}
 
     def of(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> tuple[Any, bool]:
         """The result of a call on fakes, and whether it was known; `run` computes it where it is not.
@@ -82,6 +83,14 @@ class Results:
             self._keep(key, out, inputs)
         return out, False
 
+    def settle(self, tensor: Tensor) -> None:
+        """Let autograd see a kept result as the result of an operation, before it is written or asked for its graph."""
+        if self._leaves.pop(id(tensor), None) is None:
+            return
+        source = blank(self._fakes, (), (), tensor.dtype, tensor.device).requires_grad_()
+        with torch.enable_grad():
+            tensor.requires_grad_(False).add_(source)
+
     def _keep(self, key: Any, out: Any, inputs: list[Tensor]) -> None:
         taken = {storage_key(tensor) for tensor in inputs}
         try:
@@ -94,7 +103,9 @@ class Results:
     def _make(self, known: Any) -> Any:
         if isinstance(known, Blank):
             made = blank(self._fakes, known.shape, known.stride, known.dtype, known.device)
-            return as_computed(made) if known.requires_grad else made
+            if known.requires_grad:
+                self._leaves[id(made)] = made.requires_grad_()
+            return made
         if isinstance(known, Several):
             return known.build([self._make(item) for item in known.items])
         return known
