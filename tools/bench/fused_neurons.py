@@ -1,0 +1,245 @@
+"""Norm, neuron and addition in one kernel, against the separate operations and against torch.compile, on one GPU.
+
+    python tools/bench/fused_neurons.py             the layers of SEW-ResNet34 at 128x128, T=4, bfloat16, channels last
+    python tools/bench/fused_neurons.py --quick     one small layer, once
+
+A time is forward and backward of one layer, replayed from a CUDA graph, so that launches do not count. Bytes are those
+the algorithm must move: forward reads x for the statistics and again with the residual, and writes the spikes;
+backward reads x and the gradient for the sums over channels and again for x's gradient, which it writes. The rate is
+compared with that of a copy on the same GPU. Every variant's gradient of the norm's weight is compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from snnpart import frameworks  # noqa: E402
+from snnpart.compilation import Options, compile_program  # noqa: E402
+from snnpart.ops_fused import FusedNeuron  # noqa: E402
+from snnpart.runtime.stage import StageModule  # noqa: E402
+
+COLUMNS = (
+    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
+    "versions", "status", "note",
+)  # fmt: skip
+STEPS = 4
+MOVED = 9  # tensors of x's size that forward and backward move
+LAYERS = {"stem": (64, 64), "layer1": (64, 32), "layer2": (128, 16), "layer3": (256, 8), "layer4": (512, 4)}
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """[T, N, C, H, W], twice: a norm, SpikingJelly's LIF, and the addition of the second input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        from spikingjelly.activation_based import neuron, surrogate
+
+        self.norm = nn.BatchNorm2d(channels)
+        self.neuron = neuron.LIFNode(detach_reset=True, surrogate_function=surrogate.ATan(), step_mode="m")
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        y = self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        spikes: Tensor = self.neuron(y)
+        return spikes + residual
+
+
+class Spike(torch.autograd.Function):
+    """The surrogate of the compiled variant: ATan."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        ctx.save_for_backward(v)
+        return (v >= 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (v,) = ctx.saved_tensors
+        return grad / (1 + (math.pi * v) ** 2)
+
+
+def _plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """The layer in plain torch, for torch.compile."""
+    y = F.batch_norm(x.flatten(0, 1), mean, var, weight, bias, True, 0.1, 1e-5).view(x.shape)
+    v, made = torch.zeros_like(y[0], dtype=torch.float32), []
+    for step in y.unbind(0):
+        h = v + (step.float() - v) * 0.5
+        s = Spike.apply(h - 1.0)
+        v = h * (1 - s.detach())
+        made.append(s.to(x.dtype))
+    return torch.stack(made) + residual
+
+
+def _program(channels: int) -> tuple[Run, Run]:
+    """The compiled layer over a stage's module: with kernels, and as separate operations."""
+    x = torch.rand(STEPS, 2, channels, 4, 4)
+    options = Options(input_layout="TNCHW", verify="off", fuse=True)
+    compiled, _ = compile_program(Layer(channels), (x, x), options)
+    program = compiled.stages[0, 0]
+    (node,) = [node for node in program.graph.nodes if isinstance(node.target, FusedNeuron)]
+    module = StageModule({}, {path: frameworks.clone_leaf(i.module, {}) for path, i in program.leaves.items()}).cuda()
+    target: Any = node.target
+    names = [one.name for one in target.region.nodes if one.op == "placeholder"]
+
+    def over(function: Callable[..., Tensor]) -> Run:
+        def run(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+            for leaf in module.modules():
+                frameworks.adapter_for(leaf).reset(leaf)
+            known = {"weight": weight, "bias": bias, "mean": mean, "var": var, "training": True, "tracked": None}
+            given = [_given(name, known, x, residual) for name in names]
+            return function(*given).view(x.shape)
+
+        return run
+
+    return over(module.bound(target)), over(target.over(module.bind))
+
+
+def _given(name: str, known: dict[str, Any], x: Tensor, residual: Tensor) -> Any:
+    """The value of a region's placeholder, which is named after what it is."""
+    for part, value in known.items():
+        if part in name:
+            return value
+    return residual if "residual" in name else x.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layer at a batch size."""
+
+    name: str
+    channels: int
+    side: int
+    batch: int
+
+    @property
+    def bytes(self) -> int:
+        return MOVED * 2 * STEPS * self.batch * self.channels * self.side**2
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        made = torch.Generator("cuda").manual_seed(0)
+        flat = torch.randn(STEPS * self.batch, self.channels, self.side, self.side, device="cuda", generator=made)
+        x = flat.to(torch.bfloat16).contiguous(memory_format=torch.channels_last).unflatten(0, (STEPS, -1))
+        weight = torch.full((self.channels,), 1.5, device="cuda", requires_grad=True)
+        bias = torch.full((self.channels,), 0.5, device="cuda", requires_grad=True)
+        statistics = torch.zeros(self.channels, device="cuda"), torch.ones(self.channels, device="cuda")
+        return (x.requires_grad_(), torch.zeros_like(x).requires_grad_(), weight, bias, *statistics)
+
+
+def measure(run: Run, point: Point, repeats: int) -> tuple[list[float], Tensor]:
+    """Microseconds of forward and backward, and the gradient of the norm's weight."""
+    tensors = point.tensors()
+    grad = torch.rand_like(tensors[0])
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(*tensors), wanted, grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return [_replay(graph) for _ in range(repeats)], found[2].clone()
+
+
+def _replay(graph: torch.cuda.CUDAGraph, times: int = 10) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end) / times
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a copy of 1 GiB."""
+    x = torch.empty(2**29, dtype=torch.bfloat16, device="cuda")
+    y = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(x)
+    return 2 * x.numel() * 2 / (1e-6 * min(_replay(graph) for _ in range(3)))
+
+
+def rows(point: Point, repeats: int, rate: float) -> list[dict[str, Any]]:
+    """A row for each peer, taken in turn with ours."""
+    ours_run, separate = _program(point.channels)
+    peers = {"separate operations": separate, "torch.compile": torch.compile(_plain, dynamic=False)}
+    made = []
+    for name, run in peers.items():
+        peer, wanted = measure(run, point, repeats)
+        ours, found = measure(ours_run, point, repeats)
+        off = float((found - wanted).abs().max() / wanted.abs().max())
+        made.append(_row(point, name, peer, ours, off, rate))
+        print(f"{point.name} against {name}: {made[-1]['ratio']} ({made[-1]['note']})", flush=True)
+    return made
+
+
+def _row(point: Point, name: str, peer: list[float], ours: list[float], off: float, rate: float) -> dict[str, Any]:
+    a, b = statistics.median(peer), statistics.median(ours)
+    share = point.bytes / (1e-6 * b) / rate
+    entry = {
+        "bench": "fused_neurons",
+        "point": point.name,
+        "metric": "forward + backward",
+        "unit": "us",
+        "peer_name": name,
+        "peer": f"{a:.4g}",
+        "ours": f"{b:.4g}",
+        "ratio": f"{a / b:.3f}",
+        "repeats": len(ours),
+        "spread": f"{(max(ours) - min(ours)) / b:.3f}",
+        "machine": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
+        "status": "ok" if off < 0.05 else "failed",
+        "note": f"{share:.2f} of the copy rate of {rate / 1e12:.2f} TB/s; gradients of the weight differ by {off:.1e}",
+    }
+    return {column: entry[column] for column in COLUMNS}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one small layer, once")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch", type=int, action="append", help="batch size; may be given again; default 32 and 256")
+    parser.add_argument("--output", type=Path, help="CSV; default docs/results/fused_neurons.csv (not with --quick)")
+    options = parser.parse_args()
+    batches = [2] if options.quick else options.batch or [32, 256]
+    layers = {"layer4": LAYERS["layer4"]} if options.quick else LAYERS
+    points = [Point(f"{name} N={batch}", *size, batch) for batch in batches for name, size in layers.items()]
+    rate = copy_rate()
+    table = [row for point in points for row in rows(point, 1 if options.quick else options.repeats, rate)]
+    output = options.output or (None if options.quick else ROOT / "docs/results/fused_neurons.csv")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
+    return int(any(row["status"] != "ok" for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
