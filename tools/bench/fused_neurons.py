@@ -29,8 +29,9 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from snnpart import frameworks  # noqa: E402
+from snnpart import facts, frameworks  # noqa: E402
 from snnpart.compilation import Options, compile_program  # noqa: E402
+from snnpart.facts import Value  # noqa: E402
 from snnpart.ops_fused import FusedNeuron  # noqa: E402
 from snnpart.runtime.stage import StageModule  # noqa: E402
 
@@ -96,12 +97,14 @@ def _program(channels: int) -> tuple[Run, Run]:
     module = StageModule({}, {path: frameworks.clone_leaf(i.module, {}) for path, i in program.leaves.items()}).cuda()
     target: Any = node.target
     names = [one.name for one in target.region.nodes if one.op == "placeholder"]
+    sizes = {one.name for one in target.region.nodes if facts.get(one, Value) is None}
 
     def over(function: Callable[..., Tensor]) -> Run:
         def run(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
             for leaf in module.modules():
                 frameworks.adapter_for(leaf).reset(leaf)
             known = {"weight": weight, "bias": bias, "mean": mean, "var": var, "training": True, "tracked": None}
+            known |= dict.fromkeys(sizes - {"training"}, x.shape[1])
             given = [_given(name, known, x, residual) for name in names]
             return function(*given).view(x.shape)
 
