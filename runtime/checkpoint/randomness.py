@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ def taken(running: RunningProgram) -> dict[str, Any]:
     return state
 
 
+@contextmanager
+def undisturbed(running: RunningProgram) -> Iterator[None]:
+    """A block (an evaluation) that leaves the generators where they were."""
+    before = taken(running)
+    yield
+    _put(running, before)
+
+
 def put_back(running: RunningProgram, saved: Sequence[Mapping[str, Any]], world: int, step: int) -> None:
     """This rank's own state where the ranks are as many as they were; otherwise a seed made from the step."""
     ranks = running.ranks
@@ -31,11 +40,14 @@ def put_back(running: RunningProgram, saved: Sequence[Mapping[str, Any]], world:
         torch.manual_seed((torch.initial_seed() + _STEP * step) % 2**63)
         running.stage.passes = step
         return
-    mine = saved[ranks.rank]
+    _put(running, saved[ranks.rank])
+
+
+def _put(running: RunningProgram, mine: Mapping[str, Any]) -> None:
     torch.set_rng_state(_tensor(mine["cpu"]))
     running.stage.passes = mine["passes"]
     if "cuda" in mine:
-        torch.cuda.set_rng_state(_tensor(mine["cuda"]), ranks.device)
+        torch.cuda.set_rng_state(_tensor(mine["cuda"]), running.ranks.device)
     if "shared" in mine and running.stage.generator is not None:
         running.stage.generator.set_state(_tensor(mine["shared"]))
 

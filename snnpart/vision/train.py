@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from snnpart.errors import LaunchError
-from snnpart.runtime.checkpoint import Checkpointer
+from snnpart.runtime.checkpoint import Checkpointer, undisturbed
 from snnpart.vision import build
 from snnpart.vision.config import TrainingConfig
 from snnpart.vision.data.checks import check_all_labels
@@ -200,7 +201,7 @@ class Trainer:
     def _measure(self, speed: float) -> None:
         """Metrics of the epoch, validation included."""
         at = self.at
-        with self._averaged():
+        with self._averaged(), undisturbed(self.running):
             found = score(self.session, self.data.validation, self._validation_loss())
         rate = self.running.optimizer.param_groups[0]["lr"] if self.running.optimizer is not None else None
         at.metrics = {
@@ -231,9 +232,7 @@ class Trainer:
         """The training loss without smoothing, on class numbers."""
         return build.make_loss(_Plain(self.config.loss, self.config.loss_kwargs))
 
-    def _averaged(self) -> Any:
-        from contextlib import nullcontext
-
+    def _averaged(self) -> AbstractContextManager[None]:
         return self.average.applied() if self.average is not None else nullcontext()
 
     def _save(self, loss: float) -> None:

@@ -19,9 +19,7 @@ def steps_of(length: int, batch: int, dp: int, **options: object) -> list[list[S
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 9), st.integers(1, 16))
 def test_evaluation_counts_every_sample_once(length: int, batch: int, dp: int) -> None:
-    counted = [
-        index for step in steps_of(length, batch, dp) for share in step for index in share.indices[: share.real]
-    ]
+    counted = [index for step in steps_of(length, batch, dp) for share in step for index in share.indices[: share.real]]
     assert sorted(counted) == list(range(length))
     assert all(share.indices for step in steps_of(length, batch, dp) for share in step), "a rank has nothing to run"
 
