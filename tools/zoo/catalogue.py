@@ -72,27 +72,27 @@ def entry(traits: str, where: str, shape: tuple[int, ...], *arguments: Any, **op
 N = BATCH
 IMAGE = (N, 3, 8, 8)
 SJ: dict[str, Any] = {"needs": "spikingjelly"}
+SNNTORCH: dict[str, Any] = {"needs": "snntorch", "dtype": torch.float32}
+SINABS: dict[str, Any] = {"needs": "sinabs", "dtype": torch.float32}
 SEW = (
     "in-place unsqueeze_ and repeat after the stem; in-place residual of spikes chosen by a string; grouped bottleneck"
 )
 DRIVEN = "hook dict through every forward; tuple outputs; rank of the input decides; unused talking heads"
 EVERY: dict[str, Entry] = {
-    "B01-ADD": entry(SEW, "sew:sew_resnet", (N, 3, 8, 8), "ADD", **SJ),
-    "B01-AND": entry(SEW, "sew:sew_resnet", (N, 3, 8, 8), "AND", **SJ),
-    "B01-IAND": entry(SEW, "sew:sew_resnet", (N, 3, 8, 8), "IAND", **SJ),
+    **{f"B01-{how}": entry(SEW, "sew:sew_resnet", IMAGE, how, **SJ) for how in ("ADD", "AND", "IAND")},
     "B02": entry(
         "[N, T] in, permute inside, mean over T; scalar PLIF weights; a list of dicts; width from a dry run",
         "sew:event_net",
         (N, 3, 2, 16, 16),
         time_dim=1,
         **SJ,
-    ),  # fmt: skip
+    ),
     "B03": entry(
         "unpacked shapes, flatten and back, norm over tokens, heads by reshape, unused norms",
         "spikformer:Spikformer",
         IMAGE,
         **SJ,
-    ),  # fmt: skip
+    ),
     "B04-static": entry(DRIVEN, "driven:SpikeDriven", IMAGE, **SJ),
     "B04-events-TET": entry(
         f"{DRIVEN}; MaxPool3d over (1, 3, 3); T kept",
@@ -105,33 +105,35 @@ EVERY: dict[str, Entry] = {
         True,
         time_dim=1,
         **SJ,
-    ),  # fmt: skip
+    ),
     "B04-hooked": entry(f"{DRIVEN}; the filled dict is an output", "driven:Hooked", IMAGE, **SJ),
     "B05": entry(
         "integer spikes; a norm that pads with its running averages by slice assignment; 7x7 depthwise; uneven",
         "driven:MetaFormer",
         (N, 3, 16, 16),
-    ),  # fmt: skip
-    "B06-square": entry("token attention sums a head; H and W exchanged", "spikformer:QKFormer", (N, 3, 16, 16), **SJ),
-    "B06-oblong": entry("token attention sums a head; H and W exchanged", "spikformer:QKFormer", (N, 3, 16, 24), **SJ),
+    ),
+    **{
+        f"B06-{name}": entry("token attention sums a head; H and W exchanged", "spikformer:QKFormer", shape, **SJ)
+        for name, shape in {"square": (N, 3, 16, 16), "oblong": (N, 3, 16, 24)}.items()
+    },
     "B07": entry(
         "module-wide constants and device; step loop that writes output[i]; convolution subclass that fills its result;"
         " norm on transposed axes",
         "resnets:MsResNet",
         IMAGE,
-    ),  # fmt: skip
+    ),
     "B08": entry(
         "stem once, the rest T times on the same modules; voting in tens; learned slope; membrane changed in place",
         "plif:plif_net",
         (N, 1, 12, 12),
-    ),  # fmt: skip
+    ),
     "B08-dropout": entry("the same with one dropout mask for the window", "plif:plif_net_dropout", (N, 1, 12, 12)),
     "B09-vgg": entry(
         "one pooling object used four times; membrane starts as 0; surrogate on the instance saves a tensor of its own",
         "resnets:VggSnn",
         (N, 3, 2, 16, 16),
         time_dim=1,
-    ),  # fmt: skip
+    ),
     "B09-resnet19": entry("T set from outside; norms under two names in state_dict", "resnets:tet_resnet", IMAGE),
     "B10-dense": entry(
         "dense concatenation, widths that divide by nothing; hooks that count; a list of maps summed over T",
@@ -140,7 +142,7 @@ EVERY: dict[str, Entry] = {
         in_dims=1,
         time_dim=0,
         **SJ,
-    ),  # fmt: skip
+    ),
     "B10-depthwise": entry(
         "norm before depthwise convolution; hooks that count; a list of maps summed over T",
         "detection:depthwise_backbone",
@@ -148,24 +150,24 @@ EVERY: dict[str, Entry] = {
         in_dims=1,
         time_dim=0,
         **SJ,
-    ),  # fmt: skip
+    ),
     "B11-train": entry(
         "layers from a table with from-indices and a save list; the head writes into its list; maps at two scales",
         "detection:Detector",
         (N, 3, 32, 32),
-    ),  # fmt: skip
+    ),
     "B11-eval": entry(
         "another structure in eval; cached grids; slice arithmetic in place",
         "detection:Detector",
         (N, 3, 32, 32),
         training=False,
-    ),  # fmt: skip
+    ),
     "B12-snn": entry(
         "skips over all levels; transposed convolutions; state in persistent buffers that change shape; masked writes",
         "unet:SpikingUNet",
         (N, 3, 16, 16),
         slow=True,
-    ),  # fmt: skip
+    ),
     "B12-subtract": entry(
         "the same, the threshold subtracted under a mask in place", "unet:SpikingUNet", (N, 3, 16, 16), False, slow=True
     ),
@@ -174,51 +176,40 @@ EVERY: dict[str, Entry] = {
         "unet:RecordedUNet",
         (N, 3, 16, 16),
         slow=True,
-    ),  # fmt: skip
+    ),
     "B15-explicit": entry(
-        "state by hand in a loop; float32 spikes",
-        "snntorch_nets:Explicit",
-        (N, 1, 12, 12),
-        dtype=torch.float32,
-        needs="snntorch",
-    ),  # fmt: skip
+        "state by hand in a loop; float32 spikes", "snntorch_nets:Explicit", (N, 1, 12, 12), **SNNTORCH
+    ),
     "B15-hidden": entry(
         "a Sequential for one step, loop and reset outside, the last layer gives a tuple",
         "snntorch_nets:hidden",
         (N, 1, 12, 12),
         steps=3,
-        dtype=torch.float32,
-        needs="snntorch",
-    ),  # fmt: skip
+        **SNNTORCH,
+    ),
     "B15-closed-over": entry(
-        "view(batch_size, -1) with a module-wide batch size",
-        "snntorch_nets:ClosedOver",
-        (N, 1, 12, 12),
-        dtype=torch.float32,
-        needs="snntorch",
-    ),  # fmt: skip
+        "view(batch_size, -1) with a module-wide batch size", "snntorch_nets:ClosedOver", (N, 1, 12, 12), **SNNTORCH
+    ),
     "B16-regression": entry(
         "recurrent matrix inside the neuron, width 9, [T, N] in and out",
         "snntorch_nets:Regression",
         (4, N, 12),
         in_dims=1,
         time_dim=0,
-        dtype=torch.float32,
-        needs="snntorch",
-    ),  # fmt: skip
+        **SNNTORCH,
+    ),
     "B16-autoencoder": entry(
         "hidden state reset inside forward; transposed convolutions; membranes as output",
         "snntorch_nets:AutoEncoder",
         (N, 1, 8, 8),
-        dtype=torch.float32,
-        needs="snntorch",
-    ),  # fmt: skip
+        **SNNTORCH,
+    ),
     "B17-cifar": entry(
         "state passed by hand, None at the start, with holes; noise at each step; shared parameters; max over time",
         "norse_nets:ConvNet",
         (N, 3, 12, 12),
         needs="norse",
-    ),  # fmt: skip
+    ),
     "B17-nested": entry("nested state with holes as an output", "norse_nets:Nested", (N, 6), needs="norse"),
     "B17-speech": entry(
         "adaptive recurrent cell, noise at each step, max over time",
@@ -227,23 +218,21 @@ EVERY: dict[str, Entry] = {
         in_dims=1,
         time_dim=0,
         needs="norse",
-    ),  # fmt: skip
+    ),
     "B18-events": entry(
         "FlattenTime and UnflattenTime with a batch size written in; SumPool2d; 10 channels",
         "sinabs_nets:EventDigits",
         (N, 3, 2, 10, 10),
         time_dim=1,
-        dtype=torch.float32,
-        needs="sinabs",
-    ),  # fmt: skip
+        **SINABS,
+    ),
     "B18-from-model": entry(
         "converted network; scalar parameters of the neurons; state in state_dict",
         "sinabs_nets:Converted",
         (N, 3, 28),
         time_dim=1,
-        dtype=torch.float32,
-        needs="sinabs",
-    ),  # fmt: skip
+        **SINABS,
+    ),
     "B19-layer-by-layer": entry(
         "(t b) in one axis from encoder to head; reset inside forward; frozen thresholds", "braincog:ResNet", IMAGE
     ),
