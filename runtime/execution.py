@@ -16,7 +16,9 @@ fails on any rank is given up on all, with one notice.
 
 from __future__ import annotations
 
+import atexit
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,16 @@ AHEAD = 2
 """Steps that may be under way on the device."""
 
 
+_open: weakref.WeakSet[Execution] = weakref.WeakSet()
+"""Executions whose graphs must go before the process does."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for execution in list(_open):
+        execution.close()
+
+
 @dataclass
 class _Flight:
     """A step under way: its number, what it will report, and when that is there (None: it is)."""
@@ -64,6 +76,8 @@ class Execution:
         if self._static or engine.precision.scale is not None:
             self.update.prepare()
         self._say()
+        if self._capturing:
+            _open.add(self)
         self._count = 0
         self._steps: OrderedDict[Hashable, StaticStep] = OrderedDict()
         self._flights: deque[_Flight] = deque()
@@ -186,6 +200,13 @@ class Execution:
         done = torch.cuda.Event()
         done.record()
         self._flights.append(_Flight(self._count, host, done))
+
+    def close(self) -> None:
+        """Drop all captured steps: NCCL does not end a communicator that a graph still uses, it waits for ever."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self._engine.ranks.device)
+        self._flights.clear()
+        self._steps.clear()
 
     def settle(self) -> None:
         """Wait for all steps under way, and raise what they report.

@@ -268,6 +268,7 @@ class RunningProgram:
         """Give the process groups back. The program can be launched again afterwards."""
         if not self._engine.closed:
             self._engine.closed = True
+            self._execution.close()
             self._engine.heartbeat.close()
             self.ranks.close()
 

@@ -76,6 +76,7 @@ def test_float32_steps_are_eager_steps(runs: Runs, name: str) -> None:
     assert got["captured"] >= 1, got["notices"]
     assert len(set(want["losses"])) == len(want["losses"])
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)
+    assert got["norm"] == pytest.approx(want["norm"], rel=1e-4) and want["norm"] > 0
     for key, value in want["state"].items():
         torch.testing.assert_close(got["state"][key], value, rtol=1e-3, atol=1e-4)
 
