@@ -8,6 +8,7 @@ the text of its error as `error`.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
@@ -35,6 +36,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS, BATCH, T = 20, 16, 3
+LIMIT = float(os.environ.get("CASE_LIMIT", "60"))
 UNEVEN = {9: 12, 19: 11}
 """Samples of the whole batch in the steps that have fewer."""
 
@@ -150,6 +152,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for case in cases:
         name, mode, precision = case.split(":")
+        faulthandler.dump_traceback_later(LIMIT, exit=True)  # a case that hangs ends, and says where
         try:
             found[case] = train(name, mode, precision)
         except Exception:
