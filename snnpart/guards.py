@@ -1,6 +1,6 @@
 """Comparisons of the batch size that a trace took as fixed, as data: `4 * N > 10` is False.
 
-The text is arithmetic in whole numbers and N, the batch size, with one comparison outermost. It is read by Python's
+The text is arithmetic in numbers and N, the batch size, with one comparison outermost. It is read by Python's
 parser and worked out here, operation by operation, so that a saved program cannot run code through it.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from snnpart.errors import ConfigError
 
 _OPERATIONS: dict[type[Any], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attributes of classes replaced for a while, and put back however the block is left."""
+"""Attributes of classes and modules replaced for a while, and put back however the block is left."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MISSING = object()
 
 
 @contextmanager
-def patched(patches: Sequence[tuple[type, str, Any]]) -> Iterator[None]:
-    """Inside the block each (class, name) holds its value; afterwards what the class itself had, or nothing."""
+def patched(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside the block each (class, name) holds its value; afterwards what its owner had, or nothing."""
     before = [(owner, name, owner.__dict__.get(name, _MISSING)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:

@@ -30,7 +30,7 @@ from snnpart.trace.mode import RecordingMode
 from snnpart.trace.modules import modules_recorded, where
 from snnpart.trace.recorder import Recorder
 from snnpart.trace.roots import Root, find_roots
-from snnpart.trace.sizes import Comparisons, plain
+from snnpart.trace.sizes import Comparisons, lengths_followed, plain
 from snnpart.trace.states import Before, NewBuffer
 from snnpart.trace.surrogates import functions_recorded
 
@@ -140,6 +140,7 @@ def _patched(recorder: Recorder, modules: Modules) -> Iterator[None]:
         shape_errors_unlogged(),
         functions_recorded(recorder),
         modules_recorded(recorder, modules),
+        lengths_followed(),
         RecordingMode(recorder),
     ):
         yield
@@ -191,9 +192,7 @@ def _run_steps(request: Request, inputs: list[Tensor], steps: int) -> Any:
     return pytree.tree_unflatten(stacked, spec)
 
 
-def _settle(
-    recorder: Recorder, before: Before, known: frozenset[str]
-) -> tuple[tuple[StateSlot, ...], frozenset[str]]:
+def _settle(recorder: Recorder, before: Before, known: frozenset[str]) -> tuple[tuple[StateSlot, ...], frozenset[str]]:
     """Write changed buffers back at the end of the graph; everything else that changed is state, some of it buffers."""
     states: list[StateSlot] = []
     buffers: set[str] = set()

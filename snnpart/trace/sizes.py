@@ -1,26 +1,30 @@
 """Sizes of tensors while tracing: integers that write down what the code asks about them.
 
 `if x.shape[0] > 1:` is decided at the batch size being traced. Two runs at two batch sizes may agree on it where a
-third would not, so every size is a `Size`: an int that keeps, through + - * // and %, the expression it came from, and
-writes each comparison into the run's `Comparisons`. `guards` fits the sizes in two runs' comparisons to lines in the
-batch size N and keeps those that depend on it.
+third would not, so every size is a `Size`: an int that keeps, through + - * / // and %, the expression it came from,
+and writes each comparison into the run's `Comparisons`. Where the value is a float it is a `Ratio`, likewise.
+`guards` fits the sizes in two runs' comparisons to lines in the batch size N and keeps those that depend on it.
 
-What leaves these integers is a plain number and is not followed: a true division, a float, a bit operation, and
-`len(x)`, whose answer Python turns into an int of its own.
+Python turns the answer of `len(x)` into an int of its own, so `len` is replaced while a forward runs. What leaves these
+numbers is plain and is not followed: `int(n / 2)`, `round`, `math.sqrt(n)`, a power, a bit operation, and an operation
+of a float with a size on its right (`0.5 * n`), which Python gives to the float.
 """
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from snnpart.graph import BatchGuard
 from snnpart.trace import places
+from snnpart.trace.patches import patched
 
 Tree = Any
 """A number, `("size", value)`, or `(operator, Tree, Tree)`."""
@@ -67,29 +71,57 @@ class Size(int):
         return holds
 
 
-def _comparison(symbol: str) -> Callable[[Size, Any], Any]:
+class Ratio(float):
+    """A float that became of a size."""
+
+    tree: Tree
+    asked: Comparisons
+
+    @classmethod
+    def of(cls, value: float, asked: Comparisons, tree: Tree) -> Ratio:
+        made = cls(value)
+        made.tree, made.asked = tree, asked
+        return made
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+    __hash__ = float.__hash__
+
+    def __bool__(self) -> bool:
+        holds = float.__bool__(self)
+        self.asked.add(("!=", self.tree, 0), holds)
+        return holds
+
+
+Followed = Size | Ratio
+
+
+def _comparison(symbol: str) -> Callable[[Any, Any], Any]:
     function = _COMPARE[symbol]
 
-    def compare(self: Size, other: Any) -> Any:
+    def compare(self: Followed, other: Any) -> Any:
         if not isinstance(other, int) and not (isinstance(other, float) and math.isfinite(other)):
             return NotImplemented
-        holds = function(int(self), plain(other))
+        holds = function(plain(self), plain(other))
         self.asked.add((symbol, self.tree, _tree(other)), holds)
         return holds
 
     return compare
 
 
-def _arithmetic(name: str, symbol: str, swapped: bool) -> Callable[[Size, Any], Any]:
-    function = getattr(int, name)
+def _arithmetic(symbol: str, swapped: bool) -> Callable[[Any, Any], Any]:
+    function = _COMPUTE[symbol]
 
-    def compute(self: Size, other: Any) -> Any:
-        value = function(self, other)
-        if type(value) is not int or not isinstance(other, int):
-            return value
+    def compute(self: Followed, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        value = function(plain(other), plain(self)) if swapped else function(plain(self), plain(other))
         left, right = (_tree(other), self.tree) if swapped else (self.tree, _tree(other))
         tree = (symbol, left, right)
-        return Size.of(value, self.asked, tree) if _length(tree) <= _MOST else value
+        if _length(tree) > _MOST or not math.isfinite(value):
+            return value
+        return Size.of(value, self.asked, tree) if type(value) is int else Ratio.of(value, self.asked, tree)
 
     return compute
 
@@ -97,15 +129,20 @@ def _arithmetic(name: str, symbol: str, swapped: bool) -> Callable[[Size, Any], 
 _COMPARE = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-for _name, _symbol in zip(("lt", "le", "gt", "ge", "eq", "ne"), _COMPARE, strict=True):
-    setattr(Size, f"__{_name}__", _comparison(_symbol))
-for _name, _symbol in (("add", "+"), ("sub", "-"), ("mul", "*"), ("floordiv", "//"), ("mod", "%")):
-    setattr(Size, f"__{_name}__", _arithmetic(f"__{_name}__", _symbol, False))
-    setattr(Size, f"__r{_name}__", _arithmetic(f"__r{_name}__", _symbol, True))
+_COMPUTE = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
+    "%": operator.mod,
+}  # fmt: skip
+for _kind in (Size, Ratio):
+    for _name, _symbol in zip(("lt", "le", "gt", "ge", "eq", "ne"), _COMPARE, strict=True):
+        setattr(_kind, f"__{_name}__", _comparison(_symbol))
+    for _name, _symbol in zip(("add", "sub", "mul", "truediv", "floordiv", "mod"), _COMPUTE, strict=True):
+        setattr(_kind, f"__{_name}__", _arithmetic(_symbol, False))
+        setattr(_kind, f"__r{_name}__", _arithmetic(_symbol, True))
 
 
 def _tree(value: Any) -> Tree:
-    return value.tree if isinstance(value, Size) else float(value) if isinstance(value, float) else int(value)
+    return value.tree if isinstance(value, Followed) else float(value) if isinstance(value, float) else int(value)
 
 
 def _length(tree: Tree) -> int:
@@ -122,18 +159,30 @@ def watched(answer: Any, asked: Comparisons) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A size, a shape or a slice of sizes as Python's own integers; anything else as it is."""
+    """A size, a ratio, a shape or a slice of sizes as Python's own numbers; anything else as it is."""
     kind = type(value)
     if kind is Size:
         return int(value)
+    if kind is Ratio:
+        return float(value)
     if kind is torch.Size:
         return torch.Size([int(size) for size in value])
     return slice(plain(value.start), plain(value.stop), plain(value.step)) if kind is slice else value
 
 
-def guards(
-    first: Comparisons, second: Comparisons, line: Callable[[int, int, str], Any]
-) -> tuple[BatchGuard, ...]:
+@contextmanager
+def lengths_followed() -> Iterator[None]:
+    """Inside the block `len(x)` of a tensor is `x.shape[0]`, which a recording mode answers with a `Size`."""
+    original = builtins.len
+
+    def length(x: Any) -> int:
+        return x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else original(x)
+
+    with patched([(builtins, "len", length)]):
+        yield
+
+
+def guards(first: Comparisons, second: Comparisons, line: Callable[[int, int, str], Any]) -> tuple[BatchGuard, ...]:
     """What both runs answered alike and another batch size may answer otherwise, each once.
 
     A comparison that the two runs answer differently, or that one of them alone makes, is left out: the graphs are the

@@ -93,4 +93,3 @@ def _order(name: str, base: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
         moved = torch.movedim(torch.empty(*range(1, count + 1), device="meta"), *(args or tuple(kwargs.values())))
         return [size - 1 for size in moved.shape]
     return None
-

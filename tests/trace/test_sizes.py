@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from snnpart.errors import TraceError
 from snnpart.graph import SpikeGraph
 from snnpart.text import parse_graph, print_graph
 from snnpart.trace import sizes, trace
@@ -44,6 +45,12 @@ class Asks(nn.Module):
         (lambda x: max(x.shape[0], 1) > 7.5, "N > 7.5 is False", 7, 8),
         (lambda x: x.shape == (1, 3, 4), "N == 1 is False", 2, 1),
         (lambda x: x.shape[0] - 1 and x.shape[0], "(N - 1) != 0 is True", 2, 1),
+        (lambda x: len(x) > 1, "N > 1 is True", 2, 1),
+        (lambda x: len(x[1:]) < 1, "(N + -1) < 1 is False", 3, 1),
+        (lambda x: len(x) / 2 > 0.75, "(N / 2) > 0.75 is True", 2, 1),
+        (lambda x: x.shape[0] * 0.5 - 0.5 <= 0, "((N * 0.5) - 0.5) <= 0 is False", 3, 1),
+        (lambda x: 12 / x.shape[0] == 12, "(12 / N) == 12 is False", 2, 1),
+        (lambda x: x.shape[0] / 4 - 0.25, "((N / 4) - 0.25) != 0 is True", 2, 1),
     ],
 )
 def test_a_comparison_of_the_batch_size(ask: Any, guard: str, holds_at: int, broken_at: int | None) -> None:
@@ -83,9 +90,19 @@ def test_a_size_is_an_int_in_every_other_way() -> None:
     assert torch.zeros(shape).view(size * 2, -1)[:size].shape == (3, 2) and list(range(size)) == [0, 1, 2]
     assert type(sizes.plain(shape)[0]) is int and {3: "x"}[size] == "x" and f"{size}" == "3"
     assert type(pickle.loads(pickle.dumps(size))) is int and type(copy.deepcopy(size)) is int
-    assert size / 2 == 1.5 and type(size * 1.0) is float and size != "3" and (size == None) is False  # noqa: E711
+    assert size / 2 == 1.5 and size != "3" and (size == None) is False  # noqa: E711
+    assert type(sizes.plain(size * 1.0)) is float and type(pickle.loads(pickle.dumps(size / 2))) is float
+    assert torch.ones(2).mul(size / 2).tolist() == [1.5, 1.5] and f"{size / 2:.2f} {size * 0.1}" == f"1.50 {3 * 0.1}"
     asked.open, known = False, dict(asked.found)
     assert size > 1 and asked.found == known
+
+
+def test_len_is_pythons_own_again_after_a_trace() -> None:
+    own = len
+    trace(Asks(lambda x: len(x) > 1), data(4, 3, 4))
+    with pytest.raises(TraceError, match="len.. of a 0-d tensor"):
+        trace(Asks(lambda x: len(x.sum()) > 1), data(4, 3, 4))
+    assert len is own and type(len(torch.zeros(3, 1))) is int
 
 
 def test_a_long_sum_is_no_longer_followed() -> None:
