@@ -14,7 +14,8 @@ import logging
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ class Checkpointer:
         self._agree(problem)
         writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
         try:
-            dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            with _alone():
+                dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except BaseException as error:
             problem = error if isinstance(error, Exception) else RuntimeError(str(error))
         mine: dict[str, str] = {}
@@ -279,10 +281,17 @@ def _staging(entry: Entry) -> Chunked:
 
 
 def _read(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Fill the tensors from the files, by this process alone (which torch warns of)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    """Fill the tensors from the files, by this process alone."""
+    with _alone():
         dcp.load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A block in which torch does not warn that a single process reads or writes: that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def read_model(path: Path, mirror: str = MODEL) -> dict[str, torch.Tensor]:

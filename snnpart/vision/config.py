@@ -96,8 +96,9 @@ class TrainingConfig(RunConfig):
     Args:
         epochs, max_steps: where training ends, whichever comes first.
         optimizer: import path of an optimizer class, or adamw, adam, sgd.
-        scheduler: import path of a scheduler class, or cosine, step, onecycle; it steps once an epoch, or once an
-            optimizer step with `scheduler_interval = "step"`. None: a constant rate.
+        optimizer_kwargs, scheduler_kwargs, loss_kwargs: keywords for them.
+        scheduler: import path of a scheduler class, or cosine, step, onecycle. None: a constant rate.
+        scheduler_interval: whether it steps once an "epoch" or once an optimizer "step".
         warmup: epochs (or steps) during which the rate rises linearly.
         loss: import path of a loss (its mean over samples), or cross_entropy, mse.
         mixup_alpha: of the Beta distribution of mixup; 0: none.
