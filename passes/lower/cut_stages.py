@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from snnpart import facts
 from snnpart.bits import states_of
 from snnpart.errors import PlanError
-from snnpart.facts import Domain, Stage, Value
+from snnpart.facts import Cost, Domain, Stage, Value
 from snnpart.graph import BATCH_SIZE, TRAINING, output_node
 from snnpart.ops_time import leaf_paths
 from snnpart.passes.decide.parts import everywhere, is_bundle
@@ -124,6 +124,7 @@ def _build(
     for node in (*reads, *received, *sizes):
         mapping[node] = new.placeholder(str(node.target) if node.op == "placeholder" else node.name)
         mapping[node].meta = dict(node.meta)
+        facts.drop(mapping[node], Cost)  # what it cost to make was paid where it was made
     for node in needed:
         if node not in mapping:
             mapping[node] = new.node_copy(node, mapping.__getitem__)

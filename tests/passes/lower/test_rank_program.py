@@ -98,6 +98,16 @@ def test_predictions_shrink_with_ranks() -> None:
     assert sum(t.shape.count(0) for t in half.tensors) == 0
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_the_stages_take_as_long_as_the_network(pp: int) -> None:
+    """What a stage receives was paid for where it was made."""
+    module, inputs, options = make("residual")
+    whole, program = compiled(module, inputs, **options), compiled(module, inputs, pp=pp, **options)
+    stages = [program.stage(stage, 0) for stage in range(pp)]
+    assert sum(stage.predicted_us for stage in stages) == pytest.approx(whole.stage(0, 0).predicted_us)
+    assert all(stage.forward_us > 0 and stage.backward_us > 0 for stage in stages)
+
+
 def test_more_ranks_than_channels_replicates() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
     inputs = (torch.randn(4, 4, dtype=torch.float64),)
