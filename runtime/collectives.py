@@ -40,10 +40,16 @@ class Axis:
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """A new tensor: the sum of x over the ranks of the axis. Not differentiable."""
-    total = x.detach().clone(memory_format=torch.contiguous_format)
+    total = x.detach().clone(memory_format=_dense(x))
     if axis.group is not None and total.numel():
         dist.all_reduce(total, group=axis.group)
     return total
+
+
+def _dense(x: Tensor) -> torch.memory_format:
+    """Channels-last where x lies so, which all ranks' values then do; else contiguous."""
+    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def scatter_sum_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
@@ -72,7 +78,8 @@ def gather_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], state
         return x.detach().contiguous()
     sizes = [sum(stop - start for start, stop in held) for held in pieces]
     parts = _all_gather_padded(x.detach().movedim(dim, 0), axis, max(sizes), states)
-    whole = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+    shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+    whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_dense(x))
     for part, held in zip(parts, pieces, strict=True):
         offset = 0
         for start, stop in held:

@@ -259,7 +259,8 @@ class Stage:
 def local_copy(part: TensorSlice, whole: Tensor, device: torch.device) -> Tensor:
     """This rank's own copy of its part of the user's tensor, on its device; a parameter where the part is one."""
     cut = whole.detach() if part.dim is None else ops.select_pieces(whole.detach(), part.dim, part.pieces)
-    local = cut.to(device, copy=True).contiguous()
+    layout = torch.channels_last if part.channels_last else torch.contiguous_format
+    local = cut.to(device, copy=True).contiguous(memory_format=layout)
     if _kind(part) == "parameter":
         return nn.Parameter(local, requires_grad=part.requires_grad)
     return local

@@ -24,6 +24,8 @@ from snnpart.facts import Value
 from snnpart.graph import output_node
 from snnpart.ops_time import Loop, Nested
 
+_VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
+
 
 @dataclass(frozen=True, eq=False)
 class FusedNeuron(Nested):
@@ -101,3 +103,17 @@ def _back_to(node: Any) -> fx.Node:
     while node.op != "placeholder":
         node = node.args[0]
     return node  # type: ignore[no-any-return]
+
+
+def splits_time(node: Any) -> bool:
+    """Whether a node is a view that only merges or splits the two leading dims."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in _VIEWS:
+        return False
+    given = facts.get(node.args[0], Value) if isinstance(node.args[0], fx.Node) else None
+    made = facts.get(node, Value)
+    if given is None or made is None or abs(len(given.shape) - len(made.shape)) > 1:
+        return False
+    short, long = sorted((given.shape, made.shape), key=len)
+    if len(short) == len(long):
+        return short == long
+    return short[0] == long[0] * long[1] and short[1:] == long[2:]

@@ -29,7 +29,8 @@ class TensorSlice:
     """A tensor of one rank: which part of the user's tensor it is.
 
     `dim` None means the whole tensor; otherwise the rank holds the intervals `pieces` of that dim. `partial_gradient`:
-    after backward the gradient is this rank's part of a sum over tp and must be all-reduced.
+    after backward the gradient is this rank's part of a sum over tp and must be all-reduced. `channels_last`: the order
+    in which a convolution's weight lies in memory.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TensorSlice:
     aliases: tuple[str, ...] = ()
     has_gradient: bool = True
     partial_gradient: bool = False
+    channels_last: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ What has no expression is a `StepError` with the operation's name; `check_code` 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,7 +139,7 @@ def _result(writer: _Writer, item: Any) -> str | None:
     if item is None:
         return None
     found = writer.cell(item)
-    return _tile(found.text) if found.number else writer.real(item)
+    return f"({found.text} + tl.zeros([R, B], CT))" if found.number else writer.real(item)
 
 
 def _write(writer: _Writer, node: fx.Node) -> Any:
@@ -204,16 +205,16 @@ def _dtype(item: Any) -> torch.dtype | None:
 def _filled(node: fx.Node, name: str) -> _Cell:
     value: Any = _FILLED.get(name, node.args[0] if name == "scalar_tensor" else node.args[-1])
     boolean = _dtype(node) is torch.bool
-    return _Cell(_tile(_number(float(value)), "tl.int1" if boolean else "CT"), boolean)
-
-
-def _tile(number: str, kind: str = "CT") -> str:
-    return f"tl.full([R, B], {number}, {kind})"
+    number = f'float("{value}")' if math.isinf(float(value)) or math.isnan(float(value)) else repr(float(value))
+    return _Cell(f"tl.full([R, B], {number}, {'tl.int1' if boolean else 'CT'})", boolean)
 
 
 def _number(value: float) -> str:
+    """A number; one that float32 does not hold is made in the compute type, or Triton rounds it."""
     if math.isinf(value) or math.isnan(value):
         return f'float("{value}")'
+    if abs(value) > 1e38 or struct.unpack("f", struct.pack("f", value))[0] != value:
+        return f"tl.full([1, 1], {value!r}, CT)"
     return repr(value)
 
 

@@ -19,7 +19,7 @@ from snnpart.passes.analyze.kinds import first_value
 from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
-from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
+from snnpart.passes.lower.kernels import Kernels
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
@@ -39,26 +39,17 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
     cuts: dict[int, tuple[StageGraph, ...]] = {}
-    stays: dict[str, None] = {}
+    kernels = Kernels(plan, source.leaves, profile)
     for rank in range(plan.tp):
         same = twin(source, rank)
         if same not in cuts:
             cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count)
-            stays |= dict.fromkeys(_fuse(source, plan, cuts[same], profile))
+            kernels.prepare([cut.graph for cut in cuts[same]])
         cuts[rank] = cuts[same]
         for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
-            slices = tuple(_slice(source.tensors[name], tensors.get(name), rank) for name in names)
+            slices = tuple(_slice(source.tensors[name], tensors.get(name), rank, kernels) for name in names)
             programs[stage, rank] = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
-    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=tuple(stays))
-
-
-def _fuse(source: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...], profile: MachineProfile) -> tuple[str, ...]:
-    """Fuse the neurons of every stage if the plan says so; why others stay as they are."""
-    if not plan.fuse:
-        return ()
-    return tuple(
-        reason for cut in cuts for reason in fuse_neurons(cut.graph, source.leaves, profile, state=plan.neuron_dtype)
-    )
+    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=kernels.stays)
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:
@@ -72,7 +63,7 @@ def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ..
     return found
 
 
-def _slice(info: TensorInfo, local: LocalTensor | None, rank: int) -> TensorSlice:
+def _slice(info: TensorInfo, local: LocalTensor | None, rank: int, kernels: Kernels) -> TensorSlice:
     spread = local.spread if local else None
     return TensorSlice(
         name=info.name,
@@ -87,6 +78,7 @@ def _slice(info: TensorInfo, local: LocalTensor | None, rank: int) -> TensorSlic
         aliases=info.aliases,
         has_gradient=info.used and info.tensor.requires_grad,
         partial_gradient=bool(local and local.partial_gradient),
+        channels_last=info.name in kernels.weights,
     )
 
 

@@ -29,11 +29,10 @@ from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
 from snnpart.neuron_scan import start_number, step_of
 from snnpart.neuron_step import StepError
-from snnpart.ops_fused import FusedNeuron, scan_input
+from snnpart.ops_fused import FusedNeuron, scan_input, splits_time
 from snnpart.ops_time import Loop, leaf_paths
 
 NAME = "fuse-neurons"
-_VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
 
 
 def fuse_neurons(
@@ -138,25 +137,11 @@ def _views_to(node: fx.Node, norm: fx.Node) -> list[fx.Node]:
 def _norm_before(scan: fx.Node) -> fx.Node | None:
     """The BatchNorm whose only reader, through views, is the scan."""
     node: Any = scan_input(scan)
-    while _splits_time(node) and len(node.users) == 1:
+    while splits_time(node) and len(node.users) == 1:
         node = node.args[0]
     if node.target is not ops.batch_norm or len(node.users) != 1 or node.args[7] is None:
         return None
     return node  # type: ignore[no-any-return]
-
-
-def _splits_time(node: Any) -> bool:
-    """Whether a node is a view that only merges or splits the two leading dims."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target not in _VIEWS:
-        return False
-    given = facts.get(node.args[0], Value) if isinstance(node.args[0], fx.Node) else None
-    made = facts.get(node, Value)
-    if given is None or made is None or abs(len(given.shape) - len(made.shape)) > 1:
-        return False
-    short, long = sorted((given.shape, made.shape), key=len)
-    if len(short) == len(long):
-        return short == long
-    return short[0] == long[0] * long[1] and short[1:] == long[2:]
 
 
 def _addition_behind(node: fx.Node) -> list[fx.Node]:
@@ -164,7 +149,7 @@ def _addition_behind(node: fx.Node) -> list[fx.Node]:
     passed: list[fx.Node] = []
     while len(node.users) == 1:
         (user,) = node.users
-        if _splits_time(user):
+        if splits_time(user):
             passed.append(user)
         elif user.target is torch.add and _is_plain_addition(user):
             return [*passed, user]

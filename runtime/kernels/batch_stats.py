@@ -49,7 +49,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         tl.store(parts + 2 * programs * channels + at_part, total, mask=ch < channels)
 
     def _final_stats(  # type: ignore[no-untyped-def]
-        parts, mean, var, running_mean, running_var, programs, channels, momentum, TRACK: tl.constexpr,
+        parts, mean, var, running_mean, running_var, programs, channels, MOMENTUM: tl.constexpr, TRACK: tl.constexpr,
         P: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
     ):  # fmt: skip
         ch = tl.program_id(0) * B + tl.arange(0, B)
@@ -67,6 +67,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         tl.store(mean + ch, m, mask=own)
         tl.store(var + ch, total / tl.maximum(n, 1.0), mask=own)
         if TRACK:
+            momentum = tl.full([B], MOMENTUM, CT)
             before = tl.load(running_mean + ch, mask=own).to(CT)
             after = before + momentum * (m - before)
             tl.store(running_mean + ch, after.to(running_mean.dtype.element_ty), mask=own)

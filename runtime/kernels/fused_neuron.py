@@ -121,6 +121,7 @@ class _Call:
         self.residual = None if residual is None else self.like_x(residual)
         self.channelled = tuple(value.numel() > 1 for value in p)
         self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
+        self.eps = 0.0 if norm is None else norm.eps
         self.state = "" if target.state == "float32" else target.state
 
     def like_x(self, value: Tensor) -> Tensor:
@@ -167,7 +168,7 @@ class _Apply(torch.autograd.Function):
         kernel = _kernel(forward_source(call.step, form), "forward")
         kernel[tiles.grid](
             x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(call, tiles),
-            **tiles.constants(compute), ROUND=_ROUND[compute], KEEP=keeps, num_warps=_WARPS,
+            **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute], KEEP=keeps, num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(x, kept, mean, var, weight, bias, *p)
         ctx.residual = None if residual is None else residual.dtype
@@ -219,7 +220,7 @@ class _Backward:
         count = float(x.numel() // tiles.channels)
         kernel[tiles.grid](
             x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
-            *_sizes(call, tiles), count, tiles.tiles, **tiles.constants(compute), ROUND=_ROUND[compute],
+            *_sizes(call, tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute],
             num_warps=_WARPS,
         )  # fmt: skip
         return parts.sum(1) if reduce else parts, dx
@@ -232,7 +233,7 @@ def _or(x: Tensor, *values: Tensor | None) -> list[Tensor]:
 
 def _sizes(call: _Call, tiles: Tiles) -> tuple[Any, ...]:
     step = tiles.rows * tiles.channels
-    return step, tiles.rows, tiles.channels, tiles.inner, call.norm.eps if call.norm is not None else 0.0
+    return step, tiles.rows, tiles.channels, tiles.inner
 
 
 def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:

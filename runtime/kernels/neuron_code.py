@@ -62,8 +62,8 @@ class Form:
 def forward_source(step: NeuronStep, form: Form) -> str:
     """The forward kernel, named `forward`."""
     names = ["x", "residual", "y", "kept", *_NORM, *_names(step)]
-    sizes = "x_step, rows, channels, inner, eps"
-    constants = _constants("INNER R B CT ROUND KEEP WIDE")
+    sizes = "x_step, rows, channels, inner"
+    constants = _constants("EPS INNER R B CT ROUND KEEP WIDE")
     lines = [f"def forward({', '.join(names)}, {sizes}, {constants}):"]
     lines += _indent([_FORWARD_ROW, *_tile_lines(), *_channel_lines(step, form)])
     lines += _indent(_forward_chunk(step, form, True))
@@ -76,8 +76,8 @@ def forward_source(step: NeuronStep, form: Form) -> str:
 def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) -> str:
     """The backward kernel, named `backward`: `write` x's gradient, `reduce`: leave sums over channels in `parts`."""
     names = ["x", "dy", "dx", "kept", "sums", "parts", *_NORM, *_names(step)]
-    sizes = "x_step, rows, channels, inner, eps, count, tiles"
-    constants = _constants("INNER R B CT ROUND WIDE")
+    sizes = "x_step, rows, channels, inner, count, tiles"
+    constants = _constants("EPS INNER R B CT ROUND WIDE")
     lines = [f"def backward({', '.join(names)}, {sizes}, {constants}):"]
     lines += _indent(["ch = tl.program_id(1) * B + tl.arange(0, B)", *_channel_lines(step, form)])
     lines += _indent(_sum_loads(form) if write and form.batch else [])
@@ -125,7 +125,7 @@ def _channel_lines(step: NeuronStep, form: Form) -> Iterator[str]:
     load = "tl.load({0} + ch, mask=ch < channels, other={1}).to(CT)[None, :]"
     if form.norm:
         yield f"m = {load.format('mean', 0.0)}"
-        yield f"rs = 1.0 / tl.sqrt({load.format('var', 1.0)} + eps)"
+        yield f"rs = 1.0 / tl.sqrt({load.format('var', 1.0)} + tl.full([1, 1], EPS, CT))"
         yield f"w = {load.format('weight', 1.0)}" if form.affine else "w = tl.full([1, B], 1.0, CT)"
         yield f"b = {load.format('bias', 0.0)}" if form.affine else "b = tl.full([1, B], 0.0, CT)"
     for i in range(len(step.parameters)):
@@ -150,10 +150,15 @@ def _one(step: NeuronStep, first: bool, t: int) -> Pass:
     return step.first if first and t == 0 else step.next
 
 
+def _prefix(letter: str, first: bool, t: int) -> str:
+    """Names inside a step: those of the first chunk differ from those in the loop over chunks, as types may."""
+    return f"{letter.upper() if first else letter}{t}_"
+
+
 def _run(step: NeuronStep, form: Form, first: bool, t: int, x: str, states: list[str]) -> tuple[list[str], list[str]]:
     """One step forward: its lines, and the names of the states after it and of its output."""
     given = [x, *(f"q{i}" for i in range(len(step.parameters))), *([] if first and t == 0 else states)]
-    lines, results = write_step(_one(step, first, t).forward, given, f"f{t}_")
+    lines, results = write_step(_one(step, first, t).forward, given, _prefix("f", first, t))
     names = [*(f"s{t}_{j}" for j in range(step.states)), f"y{t}"]
     for name, result in zip(names, results, strict=True):
         rounded = f".to(tl.{form.state}).to(CT)" if form.state and not name.startswith("y") else ""
@@ -211,7 +216,7 @@ def _pull(step: NeuronStep, form: Form, first: bool, t: int, states: list[str], 
     """One step's vector-Jacobian product: dx of the step as `d{t}`, sums of parameters, and the state's cotangents."""
     q, ds = [f"q{i}" for i in range(len(step.parameters))], [f"ds{j}" for j in range(step.states)]
     given = [f"x{t}", *q, *([] if first and t == 0 else states), *ds, f"g{t}"]
-    lines, (dx, *rest) = write_step(_one(step, first, t).backward, given, f"b{t}_")
+    lines, (dx, *rest) = write_step(_one(step, first, t).backward, given, _prefix("b", first, t))
     yield from lines
     yield f"d{t} = {dx or 'tl.zeros([R, B], CT)'}"
     if reduce:

@@ -191,6 +191,7 @@ def rows(point: Point, repeats: int, rate: float) -> list[dict[str, Any]]:
     ours_run, separate = _program(point.channels)
     peers = {"separate operations": separate, "torch.compile": torch.compile(_plain, dynamic=False)}
     made = []
+    torch.compiler.reset()
     for name, run in peers.items():
         peer, wanted = measure(run, point, repeats)
         ours, found = measure(ours_run, point, repeats)

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def __init__(self, neuron: nn.Module, *, channels: int = 5, residual: bool = True, norm: bool = True) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=not norm)
         self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
         self.neuron, self.residual = neuron, residual
         with torch.no_grad():
