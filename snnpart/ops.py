@@ -9,6 +9,8 @@ layer that stays whole (`call_module`). What stands here:
 - `assign`: writes a buffer at the end of a forward; the only operation kept for its effect.
 - `index_assign`: `x[index] = value` without touching x.
 - `drawn_slice`: this rank's part of a dropout or of random numbers that are drawn for the whole value.
+- `embedding_rows`: the lookup in this rank's rows of an embedding.
+- `vacant`: what stands for an operation on a rank that has none of its channels.
 - `affine`: a size that depends on the batch, `slope * batch_size + offset`.
 - the collectives over one mesh axis, each with its own gradient:
 
@@ -58,7 +60,16 @@ def batch_norm(
         num_batches_tracked.add_(1)
         if momentum is None:
             factor = 1.0 / float(num_batches_tracked)
+    if not x.shape[1]:
+        return _no_channels(x, weight, bias)
     return F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, factor, eps)
+
+
+def _no_channels(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a norm gives on a rank without channels, which torch may refuse: nothing, and gradients of size 0."""
+    form = (1, 0, *(1,) * (x.dim() - 2))
+    scaled = x if weight is None else x * weight.reshape(form)
+    return scaled.clone() if bias is None else scaled + bias.reshape(form)
 
 
 def batch_norm_copies(
@@ -124,6 +135,65 @@ def index_assign(x: Tensor, index: Any, value: Any) -> Tensor:
     out = x.clone()
     out[index] = value
     return out
+
+
+def embedding_rows(ids: Tensor, weight: Tensor, own: Pieces, padding_idx: int | None = None) -> Tensor:
+    """What the rank's rows `own` of an embedding give: zeros where an id is in none of them.
+
+    Args:
+        weight: the rank's rows, one piece after the other.
+        padding_idx: the row of the whole table that learns nothing.
+    """
+    local, held, padding, offset = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool), None, 0
+    for start, stop in own:
+        inside = (ids >= start) & (ids < stop)
+        local = torch.where(inside, ids - start + offset, local)
+        held = held | inside
+        if padding_idx is not None and start <= padding_idx < stop:
+            padding = padding_idx - start + offset
+        offset += stop - start
+    if not offset:
+        return F.embedding(local, F.pad(weight, (0, 0, 0, 1))) * 0
+    return F.embedding(local, weight, padding).masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def vacant(
+    inputs: Sequence[Tensor],
+    shape: Sequence[int],
+    slopes: Sequence[int],
+    reference: tuple[int, int, int, int] | None,
+    dtype: torch.dtype | None = None,
+    others: Sequence[Any] = (),
+) -> Tensor:
+    """Zeros in place of an operation to which this rank adds nothing: it holds none of its channels.
+
+    The inputs receive zeros as gradients, so that the rank takes part in every collective of backward.
+
+    Args:
+        shape, slopes: those of the result's `Value`, of size 0 in the dim that is dealt out.
+        reference: (input, dim, size, slope) by which the change of the batch is seen.
+        dtype: that of the first input where not given.
+        others: what else the operation reads, so that all ranks' graphs read the same values.
+    """
+    change = 0
+    if reference is not None:
+        position, dim, size, slope = reference
+        change = (inputs[position].shape[dim] - size) // slope
+    sizes = tuple(size + slope * change for size, slope in zip(shape, slopes, strict=True))
+    result: Tensor = _Vacant.apply(sizes, dtype or inputs[0].dtype, *inputs)
+    return result
+
+
+class _Vacant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+        ctx.shapes = [x.shape for x in inputs]
+        return inputs[0].new_zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needed = zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
+        return (None, None, *(grads[0].new_zeros(shape) if wanted else None for shape, wanted in needed))
 
 
 def affine(batch_size: int, slope: int, offset: int) -> int:

@@ -154,10 +154,12 @@ def test_a22_sums_of_spikes_arrive_unchanged(tp: int) -> None:
     assert torch.equal(out, module(x).detach()) and float(out.max()) == 5.0
 
 
+@pytest.mark.parametrize("rule", ["column", "row"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
-def test_a25_tied_embedding(tp: int) -> None:
+def test_a25_tied_embedding(tp: int, rule: str) -> None:
+    """The features of the embedding are dealt out, or the vocabulary."""
     module, tokens = fill(Tied(), scale=0.9), torch.arange(12).reshape(2, 6) % 7
-    program = program_of(module, tokens, tp, {"emb": "column"})
+    program = program_of(module, tokens, tp, {"emb": rule})
     run = simulate.run(program, (tokens,), training=True)
     assert float(run.outputs[0].sum()) == pytest.approx(27.680254582482455, rel=1e-9)
     F.cross_entropy(run.outputs[0].flatten(0, 1), (tokens.flatten() + 1) % 7).backward()

@@ -25,7 +25,7 @@ from snnpart.passes.lower import lower
 from snnpart.plan import Plan
 from tests.lowering import analysed, assert_parity, fire
 
-WIDTHS = (4, 6, 7, 12)
+WIDTHS = (2, 3, 4, 6, 7, 12)
 
 
 class Step(nn.Module):

@@ -9,6 +9,7 @@ result lies, and which inputs receive only this rank's part of their gradient. E
       with a weight W, bias b         row        x S(channel), W S(in), b R P              -  (b is added after the sum)
                                       scatter    x S(channel), W S(in)      S(channel)     -  (b S(0) is added after)
     embedding                         column     ids R, W S(1)              S(last)        -  (tied to a head: its row)
+                                      row        ids R, W S(0)              P              -  (tied: its head's column)
     conv with groups                  group      x S(channel), W S(0)       S(channel)     -       cut at group borders
     batch_norm, instance_norm         shard      x S(1), its tensors S(0)   S(1)           -
     group_norm                        shard      x S(1), its tensors S(0)   S(1)           -       cut at group borders
@@ -29,10 +30,12 @@ What a row costs: `column` sums x's gradient over ranks (all_reduce, backward), 
 forward), `scatter` sums it and keeps a share (reduce_scatter forward, gather backward): norm and neuron then run on
 their slices. `statistics` gathers every rank's mean and variance, a few numbers a sample, and scatters their gradient
 (`snnpart.ops_norm`). All others move nothing: forward and backward take 1/tp of the time. Where a producer's spread
-differs from what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward (as bits where
-the domain has few states and the link is slow enough) and a cut backward, or a reduce-scatter where `column` reads it.
+differs from what a reader needs, R -> S is a local cut forward and a gather backward, S -> R a gather forward (as bits
+where the domain has few states and the link is slow enough) and a cut backward, or a reduce-scatter where `column`
+reads it.
 
-Channels are dealt out evenly, the first ranks one more; where an operation below needs whole heads, groups or blocks,
+Channels are dealt out evenly, the first ranks one more; a rank that has none of a layer's channels runs `ops.vacant` in
+place of the layer's operations. Where an operation below needs whole heads, groups or blocks,
 or the same share of each of q, k and v, its demand travels back to the layer that deals (`Deal`, `Misdealt`).
 
 Random numbers: a value that is dealt out draws its mask whole on every rank from the same generator state, then keeps
@@ -86,7 +89,7 @@ class Deal:
     unit: int = 1
 
     def pieces(self, size: int, ranks: int) -> tuple[Pieces, ...]:
-        """What each rank gets of `size` channels; Declined when there are fewer units than ranks."""
+        """What each rank gets of `size` channels; Declined when there is one unit only."""
         part = size // self.sections
         if part * self.sections != size or part % self.unit:
             raise Declined(f"{size} channels are not {self.sections} sections of whole units of {self.unit}")
@@ -182,11 +185,12 @@ def replicate(node: fx.Node) -> Row:
 
 
 def even(size: int, ranks: int) -> tuple[Pieces, ...]:
-    """`size` channels dealt out evenly, the first ranks one more where it does not divide."""
-    if size < ranks:
-        raise Declined(f"{size} channels are fewer than {ranks} ranks")
+    """`size` channels dealt out evenly, the first ranks one more where it does not divide; with fewer channels than
+    ranks the last ranks have none. A single channel (head, group) is not dealt out."""
+    if size < 2 <= ranks:
+        raise Declined("there is one channel only")
     bounds = [rank * (size // ranks) + min(rank, size % ranks) for rank in range(ranks + 1)]
-    return tuple(((start, stop),) for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(((start, stop),) if stop > start else () for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
 def scaled(pieces: tuple[Pieces, ...], factor: int) -> tuple[Pieces, ...]:
@@ -215,8 +219,7 @@ def of_section(pieces: tuple[Pieces, ...], sections: int) -> tuple[Pieces, ...]:
     if part * sections != size:
         raise Declined(f"{size} channels are not {sections} equal sections")
     found = tuple(tuple(piece for piece in own if piece[1] <= part) for own in pieces)
-    alike = Deal.repeated(found, sections, part) == pieces
-    if not alike or any(not own for own in found):
+    if Deal.repeated(found, sections, part) != pieces:
         raise Misdealt(
             f"the ranks do not hold the same channels of each of {sections} sections", size, sections=sections
         )

@@ -15,10 +15,12 @@ from snnpart.graph import output_node
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze.kinds import first_value
 from snnpart.passes.decide.rules import Ask, Declined, R, Row, Rule, checked, is_tensor
+from snnpart.passes.decide.rules_local import POOLS, functions
 from snnpart.passes.rewrite.local_sizes import local_arguments
 from snnpart.passes.rewrite.shared_statistics import STATISTICS
 
 Lane = Sharded | None
+_NEEDS_CHANNELS = functions((*POOLS, "interpolate", "amax", "amin", "max", "min", "conv1d", "conv2d", "conv3d"))
 
 
 def loop_rule(follow: Rule) -> Rule:
@@ -84,6 +86,8 @@ class _Inside:
 
     def _lane(self, node: fx.Node, inside: Ask) -> Lane:
         found = checked(node, self.follow(node, inside))
+        if isinstance(found.output, Sharded) and _idles(found.output) and node.target in _NEEDS_CHANNELS:
+            raise Declined(f"{node.name} inside it cannot run on a rank without channels")
         if found.rule == STATISTICS:
             raise Declined(f"{node.name} inside it normalises over the sharded dim")
         for source, wanted in zip(node.all_input_nodes, found.inputs, strict=True):
@@ -95,6 +99,11 @@ class _Inside:
                 raise Declined(f"{node.name} inside it has a number of channels among its arguments")
             return found.output
         return None
+
+
+def _idles(lane: Sharded) -> bool:
+    """Whether some rank has no channel."""
+    return any(not own for own in lane.pieces)
 
 
 def _like(node: fx.Node, known: list[tuple[fx.Node, Sharded]]) -> Lane:

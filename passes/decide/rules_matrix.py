@@ -150,10 +150,21 @@ def _embedding(node: fx.Node, ask: Ask, deal: Deal) -> Row:
     return row(node, Sharded(len(shape(ids)), pieces), {weight: Sharded(1, pieces)}, "column")  # type: ignore[dict-item]
 
 
+def _embedding_rows(node: fx.Node, ask: Ask) -> Row:
+    """Each rank looks up the ids of its rows; the others give zeros, so that the sum is the whole."""
+    weight = node.args[1]
+    for position, name in ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse")):
+        if argument(node, position, name):
+            raise Declined(f"{name} needs all ids of a row")
+    pieces = even(shape(weight)[0], ask.tp)
+    needs: dict[fx.Node, Spread] = {weight: Sharded(0, pieces)}  # type: ignore[dict-item]
+    return Row("row", Partial(), tuple(needs.get(n, R) for n in node.all_input_nodes))
+
+
 def row_parallel(node: fx.Node, ask: Ask) -> Row:
     """Each rank computes what its share of the input channels adds to every output channel."""
     if node.target is F.embedding:
-        raise Declined("its rows are looked up, not summed")
+        return _embedding_rows(node, ask)
     parts = _parts(node)
     lane = ask.lane(parts.x)
     if lane is not None and lane.dim != parts.inward:
@@ -166,6 +177,8 @@ def row_parallel(node: fx.Node, ask: Ask) -> Row:
 
 def scatter(node: fx.Node, ask: Ask) -> Row:
     """As by row, but each rank keeps only its share of the summed output channels."""
+    if node.target is F.embedding:
+        raise Declined("its features are dealt out by column")
     found = row_parallel(node, ask)
     parts, deal = _parts(node), ask.deals.get(node, Deal())
     pieces = deal.pieces(shape(parts.weight)[parts.columns], ask.tp)

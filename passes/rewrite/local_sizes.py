@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from snnpart import facts
-from snnpart.facts import Placement, Sharded, Value
+from snnpart.facts import Placement, Sharded, Spread, Value
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _GROUPS = 6
@@ -25,6 +26,14 @@ def local_arguments(node: fx.Node, placement: Placement, rank: int) -> Arguments
         return _local_groups(node, placement, rank)
     rewrite = _SIZES.get(node.target) if node.op == "call_function" else _METHODS.get(str(node.target))
     return rewrite(node, placement.output, rank) if rewrite else (args, kwargs)
+
+
+def local_value(value: Value, spread: Spread, rank: int) -> Value:
+    """The value as rank `rank` holds it; strides of a sharded value are not known."""
+    if not isinstance(spread, Sharded):
+        return value
+    shape = (*value.shape[: spread.dim], spread.size(rank), *value.shape[spread.dim + 1 :])
+    return replace(value, shape=shape, stride=())
 
 
 def _local_groups(node: fx.Node, placement: Placement, rank: int) -> Arguments:

@@ -17,7 +17,7 @@ Numerics: sums over channels are ordered otherwise, so the tier is `reassociates
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,8 +34,9 @@ from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.ops_time import leaf_paths
 from snnpart.passes.analyze.cost import put_saved
-from snnpart.passes.rewrite.local_sizes import local_arguments
+from snnpart.passes.rewrite.local_sizes import local_arguments, local_value
 from snnpart.passes.rewrite.shared_statistics import STATISTICS, is_group_norm, with_statistics
+from snnpart.passes.rewrite.vacancies import can_be_vacant, vacant_node
 
 R = Replicated()
 
@@ -86,7 +87,7 @@ def _names_pieces(node: fx.Node) -> bool:
     """Whether the rank's node says which channels are its own."""
     placement = facts.get(node, Placement)
     if placement is None or not isinstance(placement.output, Sharded):
-        return False
+        return placement is not None and isinstance(placement.output, Partial) and node.target is F.embedding
     return is_random(node) or (placement.rule == STATISTICS and is_group_norm(node))
 
 
@@ -171,12 +172,21 @@ class _Rewrite:
             return self._drawn(node, placement.output, inputs)
         if placement.rule == STATISTICS and isinstance(placement.output, Sharded):
             return self._with_statistics(node, placement.output, inputs)
+        if self._idles(node, placement):
+            return vacant_node(self.graph, node, placement.output, self.options.rank, inputs)
         args, kwargs = local_arguments(node, placement, self.options.rank)
         new = self.graph.create_node(
             node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
         )
         self._describe(new, node, placement.output, split=placement != _whole(placement))
         return new
+
+    def _idles(self, node: fx.Node, placement: Placement) -> bool:
+        """Whether the operation has nothing to do on this rank, and could fail on tensors without elements."""
+        summed = isinstance(placement.output, Partial) or placement.rule == "scatter"
+        data = 0 if summed else None  # what a layer reads stands before its weight and bias
+        spread = placement.output if data is None else placement.inputs[data]
+        return isinstance(spread, Sharded) and not spread.size(self.options.rank) and can_be_vacant(node)
 
     def _drawn(self, node: fx.Node, spread: Sharded, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
         """The rank's part of a mask or noise that every rank draws whole."""
@@ -196,16 +206,21 @@ class _Rewrite:
 
     def _summed(self, node: fx.Node, inputs: dict[fx.Node, fx.Node], output: Spread) -> fx.Node:
         """A row-sharded layer without its bias, the sum over ranks or the rank's share of it, and the bias."""
+        if node.target is F.embedding:
+            return self._looked_up(node, inputs)
         given: list[Any] = list(node.args)
         kwargs = {name: None if name == "bias" else value for name, value in node.kwargs.items()}
         bias = node.kwargs.get("bias")
         if node.target is not torch.einsum and len(given) > 2:
             bias, given[2] = given[2], None
         args = tuple(given)
-        part = self.graph.create_node(
-            node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
-        )
-        self._describe(part, node, R, split=True)
+        if self._idles(node, facts.need(node, Placement)):
+            part = vacant_node(self.graph, node, R, self.options.rank, inputs)
+        else:
+            part = self.graph.create_node(
+                node.op, node.target, map_arg(args, inputs.__getitem__), map_arg(kwargs, inputs.__getitem__), node.name
+            )
+            self._describe(part, node, R, split=True)
         function, rest = (ops.reduce_scatter, _lane(output)) if isinstance(output, Sharded) else (ops.all_reduce, ())
         spread = output if isinstance(output, Sharded) else R
         total = self._collective(node, function, part, rest, spread, facts.get(node, Stage))
@@ -217,6 +232,17 @@ class _Rewrite:
             spatial = len(facts.need(node.args[1], Value).shape) - 2  # type: ignore[arg-type]
             channels = self._add(node, torch.reshape, (channels, (-1, *(1,) * spatial)), _as_column(held, spatial))
         return self._add(node, torch.add, (total, channels), local_value(facts.need(node, Value), spread, rank))
+
+    def _looked_up(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """An embedding whose rows are dealt out: the rank's ids, and the sum over ranks."""
+        ids, weight = node.args[0], node.args[1]
+        table = facts.need(node, Placement).inputs[node.all_input_nodes.index(weight)]  # type: ignore[arg-type]
+        assert isinstance(table, Sharded)  # the rule "row"
+        padding = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx")
+        args = (inputs[ids], inputs[weight], table.pieces[self.options.rank], padding)  # type: ignore[index]
+        part = self.graph.create_node("call_function", ops.embedding_rows, args, {}, node.name)
+        self._describe(part, node, R, split=False)
+        return self._collective(node, ops.all_reduce, part, (), R, facts.get(node, Stage))
 
     def _bring(self, source: fx.Node, spread: Spread, partial: bool, stage: int | None) -> fx.Node:
         """The value of `source` in the given spread, converted at most once in a stage."""
@@ -320,14 +346,6 @@ def _lane(spread: Spread) -> tuple[int, Any]:
 
 def _as_column(own: Value, spatial: int) -> Value:
     return Value((*own.shape, *(1,) * spatial), own.dtype, (0,) * (1 + spatial), (), own.requires_grad)
-
-
-def local_value(value: Value, spread: Spread, rank: int) -> Value:
-    """The value as rank `rank` holds it; strides of a sharded value are not known."""
-    if not isinstance(spread, Sharded):
-        return value
-    shape = (*value.shape[: spread.dim], spread.size(rank), *value.shape[spread.dim + 1 :])
-    return replace(value, shape=shape, stride=())
 
 
 def _local_items(items: Any, spread: Spread, rank: int) -> Any:

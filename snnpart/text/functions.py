@@ -30,6 +30,8 @@ _OWN: tuple[Function, ...] = (
     ops.batch_norm_copies,
     ops.assign,
     ops.index_assign,
+    ops.embedding_rows,
+    ops.vacant,
     ops.affine,
     ops.all_reduce,
     ops.grad_all_reduce,

@@ -139,6 +139,39 @@ class Still(nn.Module):
         return out
 
 
+class Narrow(nn.Module):
+    """Layers of three and two channels, for more ranks than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.b1, self.n1 = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), LIF(vth=0.1)
+        self.g, self.c2, self.n2 = nn.GroupNorm(1, 3), nn.Conv2d(3, 2, 3, padding=1), LIF(vth=0.05)
+        self.h = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.n1(self.b1(self.c1(x)))
+        x = self.n2(self.c2(F.max_pool2d(self.g(x), 2)))
+        out: Tensor = self.h(x.mean((2, 3)))
+        return out
+
+
+class Tied(nn.Module):
+    """A language model with one matrix at both ends: tokens [N, 6] -> [N, 6, 7]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.l, self.n = nn.Embedding(7, 4), nn.Linear(4, 4), LIF(vth=0.4)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        reset(self)
+        x = self.emb(tokens)
+        o = torch.stack([self.n(self.l(x[:, t])) for t in range(x.shape[1])], 1)
+        out: Tensor = self.head(self.norm(o + x))
+        return out
+
+
 def mlp(scale: float = 0.5, **lif: Any) -> nn.Module:
     return fill(nn.Sequential(nn.Linear(4, 6), LIF(**lif), nn.Linear(6, 3), LIF()), scale=scale)
 
@@ -242,6 +275,18 @@ CASES: dict[str, Case] = {
         ),
         lambda: [(det(10, 4) * 2, torch.arange(10) % 3)],
         loss=F.cross_entropy,
+    ),
+    "narrow": Case(
+        lambda: fill(Narrow(), scale=0.9),
+        lambda: [(det(8, 2, 6, 6, k=0.3 + 0.2 * i) * 2, torch.arange(8) % 3) for i in range(2)],
+        loss=F.cross_entropy,
+    ),
+    "tied": Case(
+        lambda: fill(Tied(), scale=0.9),
+        lambda: [
+            ((torch.arange(24) + i).reshape(4, 6) % 7, (torch.arange(24) + 1).reshape(4, 6) % 7) for i in range(2)
+        ],
+        loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
     ),
     "norms": Case(
         lambda: fill(Norms(), scale=0.9),

@@ -21,7 +21,7 @@ TP_PP = {"tp": 2, "pp": 2}
 
 
 def one_process(
-    name: str, *, dp: int = 1, microbatches: int = 1, learn: bool = False
+    name: str, *, dp: int = 1, microbatches: int = 1, learn: bool = False, clip: float | None = None
 ) -> tuple[OneProcess, dict[str, Any]]:
     """The case's steps in one process: losses, outputs, gradients and state."""
     case: Case = CASES[name]
@@ -33,6 +33,7 @@ def one_process(
         batch_dim=case.batch_dim,
         target_dim=case.target_dim,
         call=case.call,
+        clip=clip,
     )
     losses, outputs = [], []
     assert_active(one.model, lambda: case.call(one.model, case.batches()[0][0]))
@@ -61,12 +62,14 @@ def assert_active(model: nn.Module, call: Any) -> None:
     assert all(0.01 < sum(found) / len(found) < 0.99 for found in rates.values()), rates
 
 
-def check(pool: Pool, name: str, ranks: int, how: dict[str, Any], *, learn: bool = False) -> list[dict[str, Any]]:
+def check(
+    pool: Pool, name: str, ranks: int, how: dict[str, Any], *, learn: bool = False, clip: float | None = None
+) -> list[dict[str, Any]]:
     """Run the case on the ranks and compare everything with one process; the ranks' results."""
     per_pipeline = how.get("tp", 1) * how.get("pp", 1)
     how = {"microbatches": 1, **how}
-    _, wanted = one_process(name, dp=ranks // per_pipeline, microbatches=how["microbatches"], learn=learn)
-    results = pool.run("tests.distributed.jobs:run_case", ranks=ranks, name=name, learn=learn, **how)
+    _, wanted = one_process(name, dp=ranks // per_pipeline, microbatches=how["microbatches"], learn=learn, clip=clip)
+    results = pool.run("tests.distributed.jobs:run_case", ranks=ranks, name=name, learn=learn, clip=clip, **how)
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(wanted["losses"], abs=1e-9)
         assert result["losses"] == results[0]["losses"]
@@ -185,6 +188,28 @@ def test_a_stage_with_nothing_to_learn(pool: Pool, ranks: int, how: dict[str, An
     results = check(pool, "still", ranks, {**how, "microbatches": 2}, learn=True)
     assert results[-1]["owned"] == ["h.weight", "h.bias"]
     assert set(results[-1]["gradients"]) == {"l.weight", "l.bias"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(3, {"tp": 3}), (4, {"tp": 4}), (4, {**TP2, "dp": "fsdp2"}), (4, TP_PP)], ids=name_of
+)
+def test_fewer_channels_than_ranks(pool: Pool, ranks: int, how: dict[str, Any]) -> None:
+    """Some ranks have nothing to do in some layers; two steps of an optimizer."""
+    check(pool, "narrow", ranks, how, learn=True, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, {**TP2, "shard": {"emb": "row"}}),
+        (3, {"tp": 3, "shard": {"emb": "row"}}),
+        (4, {"tp": 4, "shard": {"emb": "column"}}),
+    ],
+    ids=name_of,
+)
+def test_a25_tied_vocabulary(pool: Pool, ranks: int, how: dict[str, Any]) -> None:
+    """One matrix at both ends, dealt out by tokens or by features, and its norm counted once by clipping."""
+    check(pool, "tied", ranks, how, learn=True, clip=0.5)
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,6 @@ def test_impossible_pins_name_path_rule_and_choices() -> None:
     with pytest.raises(PlanError, match=r"'down1': it cannot be sharded by 'group'") as refused:
         decide(graph, tp=2, pp=1, pinned=Plan(tp=2, shards={"down1": "group"}), profile=CPU)
     assert refused.value.choices == ("column", "row", "scatter", "replicate")
-    with pytest.raises(
-        PlanError, match=r"'down1': it cannot be sharded by 'column': 5 channels are fewer than 6 ranks"
-    ):
-        decide(graph, tp=6, pp=1, pinned=Plan(tp=6, shards={"down1": "column"}), profile=CPU)
     with pytest.raises(PlanError, match=r"plan.shards names 'nobody', which no operation of the network has"):
         decide(graph, tp=2, pp=1, pinned=Plan(tp=2, shards={"nobody": "row"}), profile=CPU)
     with pytest.raises(PlanError, match=r"'depth': it cannot be sharded by 'row'"):
@@ -108,11 +104,11 @@ def test_impossible_pins_name_path_rule_and_choices() -> None:
 
 
 def test_what_stays_replicated_is_noted_with_the_reason() -> None:
-    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    module = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 3)).double()
     program = compiled(
         module, (torch.randn(5, 4, dtype=torch.float64),), tp=2, pinned=Plan(tp=2, shards={"0": "column"})
     )
-    assert "it normalises over the sharded dim" in program.source.notes["replicated 1"]
+    assert "it works along the sharded dim" in program.source.notes["replicated 1"]
     assert "module '1'" in program.source.notes["replicated 1"]
 
 

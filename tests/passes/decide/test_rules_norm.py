@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from snnpart import facts, ops, simulate
+from snnpart.errors import PlanError
 from snnpart.facts import Placement, Sharded, Value
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
@@ -163,15 +164,38 @@ def test_a_norm_over_the_sharded_dim_sends_its_statistics_only(name: str) -> Non
 class Tied(nn.Module):
     """A language model with the embedding as its head (case A25): [N, 6] tokens of 7 -> [N, 6, 7]."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.emb, self.l = nn.Embedding(7, 5), nn.Linear(5, 5)
+        self.emb, self.l = nn.Embedding(7, 5, **options), nn.Linear(5, 5)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.emb.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.emb(tokens)
         return self.head(fire(self.l(x)) + x)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_vocabulary_is_dealt_out(tp: int) -> None:
+    """Case A25 by rows: every rank looks up its tokens and computes its logits."""
+    module, inputs = Tied().double(), (torch.arange(24).reshape(4, 6) % 7,)
+    program = compiled(module, inputs, tp=tp, pinned=Plan(tp=tp, shards={"emb": "row"}))
+    table = [t for t in program.stage(0, 0).tensors if t.name in ("emb.weight", "head.weight")]
+    assert [(t.dim, t.shape) for t in table] == [(0, (7 // tp + (7 % tp > 0), 5))]
+    assert_parity(module, inputs, program)
+
+
+def test_a_row_that_learns_nothing_is_one_ranks() -> None:
+    module, inputs = Tied(padding_idx=5).double(), (torch.arange(24).reshape(4, 6) % 7,)
+    program = compiled(module, inputs, tp=3, pinned=Plan(tp=3, shards={"emb": "row"}))
+    assert_parity(module, inputs, program)
+
+
+def test_a_table_that_needs_all_ids_is_not_cut_by_rows() -> None:
+    option = "scale_grad_by_freq"
+    module, inputs = Tied(**{option: True}).double(), (torch.arange(24).reshape(4, 6) % 7,)
+    with pytest.raises(PlanError, match=f"cannot be sharded by 'row': {option} needs all ids of a row"):
+        compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"emb": "row"}))
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

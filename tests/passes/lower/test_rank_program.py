@@ -6,14 +6,16 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from snnpart import simulate
 from snnpart.costs import CPU
 from snnpart.passes.decide import decide
 from snnpart.passes.lower import lower
+from snnpart.plan import Plan
 from tests import lowering
-from tests.lowering import NETS, analysed, assert_parity, compiled, make
+from tests.lowering import NETS, analysed, assert_parity, compiled, fire, make
 
 TOPOLOGIES = [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (2, 2)]
 
@@ -108,10 +110,50 @@ def test_the_stages_take_as_long_as_the_network(pp: int) -> None:
     assert all(stage.forward_us > 0 and stage.backward_us > 0 for stage in stages)
 
 
-def test_more_ranks_than_channels_replicates() -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+@pytest.mark.parametrize("rules", [("column", "row"), ("column", "scatter"), ("row", "column")])
+def test_more_ranks_than_channels_leave_some_without(rules: tuple[str, str]) -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     inputs = (torch.randn(4, 4, dtype=torch.float64),)
-    program = compiled(module, inputs, tp=5)
-    assert "0" not in program.plan.shards
-    assert "fewer than 5 ranks" in program.source.notes["replicated 0"]
+    program = compiled(module, inputs, tp=5, pinned=Plan(tp=5, shards={"0": rules[0], "2": rules[1]}))
+    held = [{t.name: t.shape for t in program.stage(0, rank).tensors}["2.weight"] for rank in range(5)]
+    inward = [(2, 1)] * 3 + [(2, 0)] * 2
+    assert held == (inward if rules[1] != "column" else [(1, 3)] * 2 + [(0, 3)] * 3)
+    assert_parity(module, inputs, program)
+
+
+def test_a_single_channel_stays_whole() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 2, 3)).double()
+    inputs = (torch.randn(4, 1, 6, 6, dtype=torch.float64),)
+    program = compiled(module, inputs, tp=2)
+    assert "one channel only" in program.source.notes["replicated 0"]
+    assert_parity(module, inputs, program)
+
+
+class Narrow(nn.Module):
+    """Layers of two and three channels: what a rank without channels must get through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.deep = nn.Conv2d(3, 2, 3, padding=1, groups=1)
+        self.each, self.back = nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.ConvTranspose2d(3, 2, 2, stride=2)
+        self.shape, self.slope = nn.GroupNorm(1, 3), nn.PReLU(3)
+        self.head = nn.Linear(2 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = fire(self.norm(self.stem(x)))
+        b = F.max_pool2d(self.slope(self.shape(self.each(a))), 2)
+        c = F.interpolate(b, scale_factor=2) * a + F.avg_pool2d(self.back(b), 2).repeat_interleave(2, 2).mean()
+        d = F.adaptive_avg_pool2d(fire(self.deep(torch.cat([c[:, :, 1:], c[:, :, :1]], 2)) - 0.2), 2)
+        e = d.flatten(1) + F.dropout(d, 0.0).reshape(d.shape[0], -1)
+        return self.head(e).softmax(-1)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("rule", ["column", "row", "scatter"])
+def test_layers_with_fewer_channels_than_ranks(tp: int, rule: str) -> None:
+    torch.manual_seed(1)
+    module, inputs = Narrow().double(), (torch.randn(4, 2, 4, 4, dtype=torch.float64),)
+    program = compiled(module, inputs, tp=tp, pinned=Plan(tp=tp, shards={"stem": "column", "deep": rule}))
+    assert program.plan.shards["norm"] == "shard"
     assert_parity(module, inputs, program)
