@@ -3,8 +3,8 @@
 A graph may call: the tensor functions of torch (those behind `torch`, `torch.nn.functional`, `torch.linalg`,
 `torch.special`, `torch.fft`), the arithmetic of `operator`, `snnpart.ops`, `snnpart.ops_norm` and `snnpart.ops_time`.
 Nothing else resolves, so that reading a graph cannot call into files, pickles or the system. Classes (surrogates,
-NamedTuples) are imported by `module:qualname`; only subclasses of `autograd.Function` and of NamedTuple are accepted, and only from the
-modules that the caller allows.
+NamedTuples) are imported by `module:qualname`; only subclasses of `autograd.Function` and of NamedTuple are accepted,
+and only from the modules that the caller allows.
 """
 
 from __future__ import annotations
