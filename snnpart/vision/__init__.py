@@ -6,11 +6,11 @@
 The commands `python -m snnpart train|evaluate|predict|export CONFIG.toml` do the same.
 """
 
+from snnpart.vision.artifact import Artifact, export, load_artifact
 from snnpart.vision.config import EvaluationConfig, PredictionConfig, TrainingConfig
-from snnpart.vision.evaluate import evaluate
-from snnpart.vision.export import Artifact, export, load_artifact
-from snnpart.vision.predict import predict
-from snnpart.vision.train import train
+from snnpart.vision.evaluation import evaluate
+from snnpart.vision.prediction import predict
+from snnpart.vision.training import train
 
 __all__ = [
     "Artifact", "EvaluationConfig", "PredictionConfig", "TrainingConfig",

@@ -172,7 +172,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 def _export(options: dict[str, Any]) -> None:
     from snnpart.runtime.checkpoint import last_whole, read_model
-    from snnpart.vision.export import write
+    from snnpart.vision.artifact import write
 
     config = TrainingConfig.from_toml(options["config"])
     checkpoint = options["checkpoint"] or (last_whole(config.checkpoint_dir) if config.checkpoint_dir else None)

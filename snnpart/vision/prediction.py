@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset
 
 from snnpart import __version__
 from snnpart.errors import ConfigError
@@ -42,7 +42,7 @@ def predict(config: PredictionConfig) -> Path:
     if not config.output.parent.is_dir():
         raise ConfigError(f"{config.output.parent} is not a folder", fix="make it, or give another output")
     data = _part(build.make_data(config), config.split)
-    with opened(config, data, config.split, model) as session:
+    with opened(config, data, config.split, model, targets=config.targets) as session:
         ranks = session.running.ranks
         parts = _Parts(config)
         problem = None
@@ -73,14 +73,14 @@ def _part(data: Any, split: str) -> Any:
 def _run(session: Session, data: Any, rest: list[int], parts: _Parts) -> None:
     """Answer the samples of `rest`; this dp rank's into its part file."""
     config = parts.config
-    loader = session.loader(session.samples(Subset(data, rest), targets=config.targets))
+    loader = session.loader(session.samples(data, targets=config.targets, chosen=rest))
     writer = parts.writer(session) if session.reports else None
     try:
         with Steps("prediction", len(loader), session.running.ranks.rank == 0) as steps:
             for batch in session.batches(loader):
                 logits = session.logits(session.running.eval_step(batch.inputs)).cpu()
                 if writer is not None and batch.real:
-                    index = torch.tensor([rest[i] for i in batch.indices])
+                    index = torch.tensor(batch.indices)
                     writer.append(index[batch.counted], logits[batch.counted], batch.targets[batch.counted])
                 steps.advance()
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,9 +50,12 @@ class Session:
         """Whether this rank speaks for its dp rank: one of each."""
         return self.running.ranks.at.tp == 0 and self.running.ranks.at.pp == 0
 
-    def samples(self, data: Any, epoch: int = 0, *, targets: bool = True) -> Samples:
+    def samples(
+        self, data: Any, epoch: int = 0, *, targets: bool = True, chosen: Sequence[int] | None = None
+    ) -> Samples:
         """The data as this run reads it."""
-        return Samples(data, self.layout, (self.config.seed, epoch), self.config.on_bad_sample == "skip", targets)
+        skip = self.config.on_bad_sample == "skip"
+        return Samples(data, self.layout, (self.config.seed, epoch), skip, targets, chosen)
 
     def loader(
         self,
@@ -93,19 +96,22 @@ def layout_of(config: RunConfig) -> Layout:
 
 @contextmanager
 def opened(
-    config: RunConfig, data: Any, name: str, model: nn.Module | None = None, **launch_options: Any
+    config: RunConfig, data: Any, name: str, model: nn.Module | None = None, *, targets: bool = True, **options: Any
 ) -> Iterator[Session]:
     """Compile the model for a batch of the data, start it on all ranks, and end it when the block is left.
 
     Args:
         data: the part of the data whose first sample shows what a batch looks like; `name` is its name for messages.
         model: instead of what `config.model` says.
+        targets: False: none are read.
+        options: further keywords of `launch`.
     """
     seed_everything(config)
-    example = check_samples(Samples(data, layout_of(config), (config.seed, 0), config.on_bad_sample == "skip"), name)
+    skip = config.on_bad_sample == "skip"
+    example = check_samples(Samples(data, layout_of(config), (config.seed, 0), skip, targets), name)
     network = build.make_model(config) if model is None else model
     program = parallelize(network, **compile_options(config, example))
-    running: Any = program.launch(**{**launch_settings(config), **launch_options})
+    running: Any = program.launch(**{**launch_settings(config), **options})
     with running:
         yield Session(config, running, reader(running.compiled, config.readout))
 

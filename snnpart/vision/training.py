@@ -22,13 +22,13 @@ from torch import Tensor
 from snnpart.errors import LaunchError
 from snnpart.runtime.checkpoint import Checkpointer, undisturbed
 from snnpart.vision import build
+from snnpart.vision.artifact import export
 from snnpart.vision.config import TrainingConfig
 from snnpart.vision.data.checks import check_all_labels
 from snnpart.vision.data.loader import Batch
 from snnpart.vision.data.sources import Split
 from snnpart.vision.ema import Average
-from snnpart.vision.evaluate import score
-from snnpart.vision.export import export
+from snnpart.vision.evaluation import score
 from snnpart.vision.logs import Log, Steps
 from snnpart.vision.metrics import peak_bytes
 from snnpart.vision.mixup import Mixup

@@ -9,8 +9,8 @@ from torch import nn
 
 from snnpart.runtime.checkpoint import read_model
 from snnpart.vision import build
+from snnpart.vision.artifact import DESCRIBES, load_artifact
 from snnpart.vision.config import EvaluationConfig, PredictionConfig
-from snnpart.vision.export import DESCRIBES, load_artifact
 from snnpart.vision.session import load_weights
 
 C = TypeVar("C", EvaluationConfig, PredictionConfig)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from snnpart.errors import CheckpointError
-from snnpart.vision.export import Artifact, load_artifact, write
+from snnpart.vision.artifact import Artifact, load_artifact, write
 from tests.vision.nets import Digits, Plain
 
 
@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_old_one(artifact: Path, monkeypatch: pytest.Monk
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("snnpart.vision.export.save_file", full)
+    monkeypatch.setattr("snnpart.vision.artifact.save_file", full)
     with pytest.raises(CheckpointError, match="the artifact was not written: No space left on device"):
         write(artifact, Plain().state_dict(), {})
     monkeypatch.undo()

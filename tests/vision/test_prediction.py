@@ -1,4 +1,4 @@
-"""Prediction: an interrupted run goes on with what is missing; files of another run are refused; targets are not read."""
+"""Prediction: an interrupted run goes on with what is missing; targets are not read unless asked for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from snnpart import vision
 from snnpart.errors import ConfigError
+from snnpart.vision.artifact import write
 from snnpart.vision.data.sources import Split
-from snnpart.vision.export import write
-from snnpart.vision.predict import _Writer
+from snnpart.vision.prediction import _Writer
 from tests.distributed.jobs_vision import waves
 from tests.vision.nets import Plain
 
@@ -93,13 +93,13 @@ def test_parts_of_another_run_are_refused(options: dict[str, Any], tmp_path: Pat
 
 
 def test_targets_are_not_read(options: dict[str, Any], tmp_path: Path) -> None:
-    config = {**options, "output": tmp_path / "out.h5", "dataset": "tests.vision.test_predict:blind"}
+    config = {**options, "output": tmp_path / "out.h5", "dataset": "tests.vision.test_prediction:blind"}
     vision.predict(vision.PredictionConfig(**config))
     with h5py.File(tmp_path / "out.h5") as file:
         assert set(file) == {"index", "logits"} and len(file["index"]) == 5
 
 
 def test_the_folder_must_be_there(options: dict[str, Any], tmp_path: Path) -> None:
-    config = {**options, "output": tmp_path / "no" / "out.h5", "dataset": "tests.vision.test_predict:blind"}
+    config = {**options, "output": tmp_path / "no" / "out.h5", "dataset": "tests.vision.test_prediction:blind"}
     with pytest.raises(ConfigError, match="is not a folder"):
         vision.predict(vision.PredictionConfig(**config))

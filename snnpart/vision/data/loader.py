@@ -100,23 +100,33 @@ class Samples(Dataset[Any]):
     Args:
         skip: a sample that cannot be read is replaced by the next one that can, and does not count.
         targets: False: give none; where the data set has `inputs_of(index)`, nothing of them is read.
+        chosen: the samples to take, by their indices in the data set; None: all.
     """
 
-    def __init__(self, source: Any, layout: Layout, seed: tuple[int, int], skip: bool, targets: bool = True) -> None:
+    def __init__(
+        self,
+        source: Any,
+        layout: Layout,
+        seed: tuple[int, int],
+        skip: bool,
+        targets: bool = True,
+        chosen: Sequence[int] | None = None,
+    ) -> None:
         self._source, self._layout, self._seed, self._skip, self._targets = source, layout, seed, skip, targets
+        self._chosen: Sequence[int] = range(len(source)) if chosen is None else chosen
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self._chosen)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Any, int, bool]:
+    def __getitem__(self, position: int) -> tuple[Tensor, Any, int, bool]:
         for later in range(len(self)):
-            at = (index + later) % len(self)
+            index = self._chosen[(position + later) % len(self)]
             try:
-                return *self._read(at), index, later == 0
+                return *self._read(index), self._chosen[position], later == 0
             except Exception as error:
                 if not self._skip:
-                    raise _unreadable(at, error) from error
-                _log.warning("sample %d is skipped: %s", at, error)
+                    raise _unreadable(index, error) from error
+                _log.warning("sample %d is skipped: %s", index, error)
         raise ConfigError("no sample can be read")
 
     def _read(self, index: int) -> tuple[Tensor, Any]:
