@@ -170,5 +170,4 @@ def _square(grads: Sequence[Tensor], zero: Tensor) -> Tensor:
     """The sum of the squares of all numbers, in float64."""
     if not grads:
         return zero
-    norms = compat.norms(grads)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    return torch.stack(compat.norms(grads)).square().sum()

@@ -255,8 +255,8 @@ def update_scale(factor: Tensor, good: Tensor, bad: Tensor, *, interval: int) ->
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, in few kernels."""
-    found: Any = torch._foreach_norm(list(tensors))
+    """The 2-norm of each tensor in float64, in few kernels."""
+    found: Any = torch._foreach_norm(list(tensors), 2, torch.float64)
     return list(found)
 
 

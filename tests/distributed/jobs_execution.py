@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from snnpart.api import parallelize
 from snnpart.errors import SnnpartError
 from snnpart.runtime.launch import launch
 from snnpart.runtime.running import RunningProgram
@@ -15,6 +15,7 @@ from tests.distributed.cases import CASES
 from tests.distributed.compiled import compile_case
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch, dp_share
+from tests.gpu import jobs_execution as gpu
 
 SIZES = (8, 8, 7, 8, 8, 6, 8, 8)
 """Samples of a dp rank in each step: two uneven ones among equal ones."""
@@ -120,20 +121,37 @@ def ignored(execution: str, **how: Any) -> list[float]:
     return losses
 
 
-def autocast(precision: str, steps: int = 3, **how: Any) -> dict[str, Any]:
-    """Steps of a float32 network under autocast: losses, state, and what crosses the cut."""
-    running = launch(
-        compile_by_hand(make_net(), **how), optimizer=OPTIMIZERS["sgd"], precision=precision, execution="cuda_graph"
-    )
-    losses = [step(running, i, 8) for i in range(steps)]
-    result: dict[str, Any] = {"losses": losses, "state": running.state_dict()}
+def autocast(precision: str, execution: str, **topology: Any) -> dict[str, Any]:
+    """Steps of a convolutional network in float32 under autocast."""
+    running = parallelize(
+        gpu.make_net(), example_inputs=gpu.batch(0)[0], input_layout="NCHW", time_steps=2, verify="off", **topology
+    ).launch(OPTIMIZERS["sgd"], precision=precision, execution=execution)
+    assert isinstance(running, RunningProgram)
+    losses = []
+    for number in range(2):
+        mine = [dp_share(part[:6], 0, running.ranks) for part in gpu.batch(number)]
+        losses.append(running.train_step(*mine, gpu.loss_fn).item())
+    outputs = running.eval_step(gpu.batch(2)[0][:6])
+    result = {"losses": losses, "state": running.state_dict(), "dtype": outputs.dtype}
+    result["scale"] = None if running.loss_scale is None else running.loss_scale.state_dict()
     running.close()
     return result
 
 
-def float_net(seed: int = 0) -> Any:
-    return make_net(seed).float()
-
-
-def same(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.double() for name, value in tensors.items()}
+def overflow(**topology: Any) -> dict[str, Any]:
+    """fp16: a step whose gradients overflow on one rank changes nothing anywhere, and halves the scale everywhere."""
+    running = parallelize(
+        gpu.make_net(), example_inputs=gpu.batch(0)[0], input_layout="NCHW", time_steps=2, verify="off", **topology
+    ).launch(OPTIMIZERS["adamw"], precision="fp16", execution="cuda_graph")
+    assert isinstance(running, RunningProgram) and running.loss_scale is not None
+    before = {name: value.detach().clone() for name, value in running.named_parameters()}
+    running.loss_scale.factor.fill_(2.0**60)
+    x, y = (dp_share(part[:4], 0, running.ranks) for part in gpu.batch(0))
+    running.train_step(x, y, gpu.loss_fn)
+    unchanged = all(torch.equal(before[name], value) for name, value in running.named_parameters())
+    scale = running.loss_scale.state_dict()["factor"]
+    running.loss_scale.factor.fill_(2.0**10)
+    running.train_step(x, y, gpu.loss_fn)
+    changed = any(not torch.equal(before[name], value) for name, value in running.named_parameters())
+    running.close()
+    return {"unchanged": unchanged, "scale": scale, "changed": changed}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.pool import Pool
 from tests.distributed.reference import assert_same
@@ -43,3 +44,64 @@ def test_every_kind_of_optimizer(pool: Pool, optimizer: str, clip: float | None)
     for want, got in zip(eager, static, strict=True):
         assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)
         assert_same(got["state"], want["state"])
+
+
+@pytest.mark.parametrize("name", ["leaves", "norms", "still"])
+@pytest.mark.parametrize("how", [{"ranks": 2}, {"ranks": 2, "pp": 2, "microbatches": 2}, {"ranks": 2, "tp": 2}])
+def test_traced_networks(pool: Pool, name: str, how: dict[str, Any]) -> None:
+    eager, static = (pool.run(JOBS + "train_case", name=name, execution=e, **how) for e in ("eager", "cuda_graph"))
+    for want, got in zip(eager, static, strict=True):
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert_same(got["gradients"], want["gradients"])
+        assert_same(got["state"], want["state"])
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "interleaved-zb", "zbv"])
+def test_several_stages_a_rank(pool: Pool, schedule: str) -> None:
+    how = {"name": "wide", "pp": 2, "microbatches": 4, "schedule": schedule, "ranks": 4}
+    eager, static = (pool.run(JOBS + "train_case", execution=e, **how) for e in ("eager", "cuda_graph"))
+    for want, got in zip(eager, static, strict=True):
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert_same(got["state"], want["state"])
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("inputs", "ConfigError: the inputs of train step 2 hold NaN or Inf"),
+        ("gradients", "LaunchError: the gradients of train step 2 hold NaN or Inf"),
+    ],
+)
+def test_a_bad_step_changes_nothing_and_is_said_on_all_ranks(pool: Pool, where: str, text: str) -> None:
+    for found in pool.run(JOBS + "poisoned", ranks=2, where=where):
+        assert found["text"].startswith(text)
+        assert found["unchanged"]
+        assert found["after"] == found["after"]
+
+
+@pytest.mark.parametrize("how", [{"ranks": 2}, {"ranks": 2, "pp": 2, "microbatches": 2}])
+def test_targets_that_do_not_count(pool: Pool, how: dict[str, Any]) -> None:
+    eager, static = (pool.run(JOBS + "ignored", execution=e, **how) for e in ("eager", "cuda_graph"))
+    for want, got in zip(eager, static, strict=True):
+        assert got == pytest.approx(want, abs=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("how", [{"tp": 2}, {"pp": 2, "microbatches": 2}, {"dp": "fsdp2"}])
+def test_autocast_on_ranks(pool: Pool, precision: str, how: dict[str, Any]) -> None:
+    """Eager and static steps are the same; what crosses the cut has the dtype that one process computes in."""
+    eager, static = (
+        pool.run(JOBS + "autocast", ranks=2, precision=precision, execution=e, **how) for e in ("eager", "cuda_graph")
+    )
+    for want, got in zip(eager, static, strict=True):
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert_same(got["state"], want["state"], 1e-5)
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        assert got["dtype"] is (torch.float32 if "tp" in how else half)  # the bias is added to a sum over tp in float32
+        assert (got["scale"] is None) == (precision == "bf16")
+
+
+@pytest.mark.parametrize("how", [{}, {"pp": 2, "microbatches": 2}])
+def test_an_overflow_anywhere_is_one_everywhere(pool: Pool, how: dict[str, Any]) -> None:
+    for found in pool.run(JOBS + "overflow", ranks=2, **how):
+        assert found == {"unchanged": True, "scale": 2.0**59, "changed": True}
