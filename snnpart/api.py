@@ -59,7 +59,7 @@ def parallelize(
     fuse: bool | None = None,
     neuron_dtype: str = "float32",
     channels_last: bool | None = None,
-    fold: bool = True,
+    fold: bool | int = True,
     detach_every: int | None = None,
     state: str = "reset",
     memory: int | None = None,
@@ -97,7 +97,8 @@ def parallelize(
             goes from window to window without its graph, the loss is taken of each window.
         state: "reset": every step starts from reset state; "carry": from what the step before left, without its graph
             (`RunningProgram.reset` and `reset_mask=` of the steps start sequences anew).
-        fold: run what a time loop does at every step in one call over all steps, where no step needs another.
+        fold: run what a time loop does at every step in one call over all steps, where no step needs another; over k
+            steps at a time where that is cheaper on this machine, or where a number k is given (docs/time.md).
         hoist: compute what is repeated over time (a static image through the stem) once.
         fuse, channels_last: one kernel for norm, neuron and addition; images with channels last (docs/kernels.md).
             None: both where the model is on a GPU.

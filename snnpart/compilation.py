@@ -27,6 +27,7 @@ from snnpart.passes.analyze.cost import AnalyzeCost
 from snnpart.passes.analyze.kernels import MeasuredTimes
 from snnpart.passes.decide import decide
 from snnpart.passes.decide.microbatches import decide_microbatches
+from snnpart.passes.decide.rounds import decide_rounds, fits
 from snnpart.passes.lower import lower
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
@@ -60,7 +61,7 @@ class Options:
     shard: Shard = "max"
     verify: Verify = "full"
     hoist: bool = True
-    fold: bool = True
+    fold: bool | int = True
     fuse: bool | None = None
     neuron_dtype: str = "float32"
     channels_last: bool | None = None
@@ -111,7 +112,9 @@ def compile_program(
     graph = trace_model(model, inputs, options, model.training if training is None else training)
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
     left_out = {
-        name for name, wanted in ((FoldTime.name, options.fold), (HoistInvariant.name, options.hoist)) if not wanted
+        name
+        for name, wanted in ((FoldTime.name, options.fold is not False), (HoistInvariant.name, options.hoist))
+        if not wanted
     }
     rewrites = [item for item in REWRITE if item.name not in left_out]
     records = PassManager((*rewrites, *analyses(profile))).run(graph)
@@ -132,7 +135,7 @@ def compile_program(
         profile=profile,
         **sharding(options.shard),
     )
-    decided = replace(decided, **_kernels(graph, options, plan))
+    decided = replace(decided, **_kernels(graph, options, plan), fold=_fold(graph, options, plan, profile))
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
@@ -171,6 +174,18 @@ def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str
         "neuron_dtype": options.neuron_dtype,
         "channels_last": gpu if options.channels_last is None else options.channels_last,
     }
+
+
+def _fold(graph: SpikeGraph, options: Options, plan: Plan | None, profile: MachineProfile) -> int:
+    """How many steps of the folded loop run at a time (0: all): as asked, else as the given plan has it where that fits
+    this number of steps, else what costs least. The graph's notes say why."""
+    if plan is not None and plan.fold and options.fold is True:
+        options = replace(options, fold=plan.fold) if fits(graph, plan.fold) else options
+    on_gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
+    together, why = decide_rounds(graph, replace(profile, cache=0.0) if on_gpu else profile, options.fold, options.tp)
+    if why:
+        graph.notes[FoldTime.name] = "\n".join(filter(None, (graph.notes.get(FoldTime.name, ""), why)))
+    return together
 
 
 def _check_cut(graph: SpikeGraph, plan: Plan) -> None:

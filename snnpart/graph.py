@@ -226,10 +226,13 @@ class Body(nn.Module):
             module = module.get_submodule(atom)
         return module, name
 
-    def bind(self, graph: fx.Graph) -> Callable[..., Any]:
-        """The graph as a Python function over this body: `f(*placeholders) -> tuple of outputs`."""
+    def bind(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+        """The graph as a Python function over this body: `f(*placeholders) -> tuple of outputs`.
+
+        `bound` says what a node's target is over this body, by default `self.bound`.
+        """
         code = graph.python_code("self")
-        scope = {name: self.bound(item) for name, item in code.globals.items()}
+        scope = {name: (bound or self.bound)(item) for name, item in code.globals.items()}
         exec(compile(code.src, f"<snnpart {id(graph)}>", "exec"), scope)
         function = scope["forward"]
         return lambda *args: function(self, *args)
@@ -238,6 +241,6 @@ class Body(nn.Module):
         """What a node's target is over this body: a loop calls the body's leaves, all else is itself."""
         if not isinstance(target, Loop):
             return target.over(self.bind) if isinstance(target, Nested) else target
-        from snnpart.scan import Scan  # it traces the layers' steps, for which it needs graphs
+        from snnpart.scan import Rounds, Scan  # they trace the layers' steps, for which they need graphs
 
-        return Scan(target, self.bind, self.get_submodule)
+        return Rounds(target, self.bind, self.bound) if target.together else Scan(target, self.bind, self.get_submodule)

@@ -13,6 +13,9 @@ The form of a loop:
     first                                              the same for step 0, where step 0 differs (None: it does not)
 
 A result is kept of `"all"` steps, stacked, or of the `"last"` step.
+
+A loop may take several steps at a time, in rounds (`together`): its body is then a network over `together` steps, whose
+own loops go on from round to round where they left off.
 """
 
 from __future__ import annotations
@@ -55,12 +58,16 @@ class Loop(Nested):
 
     It returns a tuple with one tensor for each entry of `keep`. Neuron layers in the body are called by their path, so
     whoever runs the graph calls `over(bind)` of it, where `bind` makes a function over his modules out of a graph.
+
+    With `together` the body takes as many steps [together, ...] of each sequence, and returns results of them; it
+    carries nothing itself, and `together` divides `steps`.
     """
 
     body: fx.Graph
     steps: int
     keep: tuple[Keep, ...]
     first: fx.Graph | None = None
+    together: int = 0
 
     def __post_init__(self) -> None:
         """fx prints a target by these three names, which an instance does not have by itself."""
@@ -76,16 +83,17 @@ class Loop(Nested):
         """The loop as a function whose neuron layers are those `bind` knows."""
         body = bind(self.body)
         first = body if self.first is None else bind(self.first)
-        return lambda sequences, fixed, carried: _run(self, body, first, sequences, fixed, carried)
+        return lambda sequences, fixed, carried: run_steps(self, body, first, sequences, fixed, carried)[0]
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         raise LaunchError("a loop was called outside its network", fix="run the graph through Body.bind")
 
 
-def _run(
+def run_steps(
     loop: Loop, body: Step, first: Step, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]
-) -> tuple[Tensor, ...]:
-    steps = [sequence.unbind(0) for sequence in sequences]
+) -> tuple[tuple[Tensor, ...], Sequence[Any]]:
+    """The loop's results, and what it carries beyond its last step."""
+    steps = [apart(sequence) for sequence in sequences]
     count = len(carried)
     results: list[list[Tensor]] = [[] for _ in loop.keep]
     for t in range(loop.steps):
@@ -94,7 +102,18 @@ def _run(
         for kept, keep, value in zip(results, loop.keep, out[count:], strict=True):
             if keep == "all" or t == loop.steps - 1:
                 kept.append(value)
-    return tuple(torch.stack(kept) if keep == "all" else kept[0] for kept, keep in zip(results, loop.keep, strict=True))
+    made = tuple(joined(kept) if keep == "all" else kept[0] for kept, keep in zip(results, loop.keep, strict=True))
+    return made, carried
+
+
+def apart(sequence: Tensor) -> Sequence[Tensor]:
+    """The steps of [T, ...], as views also where backward goes through them."""
+    return (sequence.squeeze(0),) if sequence.shape[0] == 1 else sequence.unbind(0)
+
+
+def joined(steps: Sequence[Tensor]) -> Tensor:
+    """[T, ...] of its steps; of a single one a view."""
+    return steps[0].unsqueeze(0) if len(steps) == 1 else torch.stack(list(steps))
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -134,6 +153,8 @@ def batch_norm_steps(
     """
     rest = (weight, bias, running_mean, running_var, num_batches_tracked, training, momentum, eps)
     if not training and running_mean is not None:
+        return ops.batch_norm(x, *rest)
+    if steps == 1:
         return ops.batch_norm(x, *rest)
     return torch.cat([ops.batch_norm(step, *rest) for step in x.unflatten(0, (steps, -1)).unbind(0)])
 

@@ -8,6 +8,7 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `schedule`: "" is filled in at once: 1F1B where there is a microbatch for each rank, else GPipe.
 - `stages_per_rank`: pipeline stages of one rank (0: the schedule's own number, filled in at once).
 - `memory`: bytes that one rank may take in a training step, under which placement and stages were chosen (0: no limit).
+- `fold`: steps of a folded time loop that are computed at a time (0: all of them).
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
   path whose own operations all lie in one stage.
 """
@@ -43,6 +44,7 @@ class Plan:
     fuse: bool = False
     neuron_dtype: str = "float32"
     channels_last: bool = False
+    fold: int = 0
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
 
@@ -54,7 +56,7 @@ class Plan:
         for name in ("tp", "pp", "microbatches"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
-        for name in ("stages_per_rank", "memory"):
+        for name in ("stages_per_rank", "memory", "fold"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
         if self.neuron_dtype not in STATE_DTYPES:

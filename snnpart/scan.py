@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import effects
-from snnpart.ops_time import Loop, leaf_paths
+from snnpart.ops_time import Loop, apart, joined, leaf_paths, run_steps
 from snnpart.ops_time import Step as Run
 from snnpart.step_graph import Shape, Step, StepModule, carries_alike, open_step
 from snnpart.step_sort import Sorted, extract, first_carried, sort_step
@@ -31,6 +31,7 @@ _KEPT = 16
 _HERE = object()
 Bind = Callable[[fx.Graph], Run]
 Values = dict[fx.Node, Tensor]
+Ran = tuple[tuple[Tensor, ...], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,23 @@ class Scan:
 
     def __init__(self, loop: Loop, bind: Bind, submodule: Callable[[str], nn.Module]) -> None:
         self._loop, self._submodule = loop, submodule
-        self._closed, self._first = loop.over(bind), bind(loop.graphs[-1])
+        self._body, self._first = bind(loop.body), bind(loop.graphs[-1])
         self._has_effects = any(effects.is_random(node) or effects.writes_buffer(node) for node in loop.nodes())
         self._opened: dict[Any, Opened | None] = {}
 
     def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+        return self.run(sequences, fixed, carried, None)[0]
+
+    def run(
+        self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any], state: Sequence[Any] | None
+    ) -> Ran:
+        """Results, and what is carried beyond the last step; `state` is what an earlier call carried (None: begin)."""
         opened = self._open(sequences, fixed, carried)
-        if opened is None:
-            return self._closed(sequences, fixed, carried)
-        return opened(sequences, fixed, carried)
+        if opened is not None:
+            return opened(sequences, fixed, carried, state)
+        if state is not None:
+            return run_steps(self._loop, self._body, self._body, sequences, fixed, state)
+        return run_steps(self._loop, self._body, self._first, sequences, fixed, carried)
 
     def _open(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> Opened | None:
         leaves = {path: self._submodule(path) for node in self._loop.nodes() for path in leaf_paths(node)}
@@ -124,7 +133,9 @@ def _opened(
     in_cache = loop.steps * max((x.nbytes for x in begin), default=0) <= CACHE_BYTES
     batched = in_cache or any(x.device.type != "cpu" for x in ordinary.tensors)
     start = _begin(loop, leaves, step, Packed.of((*begin, *fixed, *carried)))
-    return Opened(loop, sort_step(step, batched), module, first, start)
+    if start is None and loop.steps == 1:
+        return None
+    return Opened(loop, sort_step(step, batched), module, (first, start), made.fill)
 
 
 def _begin(loop: Loop, leaves: Mapping[str, nn.Module], step: Step, given: Packed) -> Piece | None:
@@ -168,9 +179,17 @@ def _piece(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
 class Opened:
     """A loop whose steps run in the open; without `start` the first one runs as it is written."""
 
-    def __init__(self, loop: Loop, step: Sorted, module: StepModule, first: Run, start: Piece | None) -> None:
-        self._loop, self._graph, self._module = loop, step.step, module
-        self._first, self._start = first, start
+    def __init__(
+        self,
+        loop: Loop,
+        step: Sorted,
+        module: StepModule,
+        begin: tuple[Run, Piece | None],
+        nest: Callable[[Sequence[Tensor]], Sequence[Any]],
+    ) -> None:
+        """`nest` puts the tensors that are carried back into the form in which the loop carries them."""
+        self._loop, self._graph, self._module, self._nest = loop, step.step, module, nest
+        self._first, self._start = begin
         self._once, self._before = _piece(step.once, step.once), _piece(step.before, step.before)
         self._state, self._results = self._graph.carried, self._graph.results
         self._late = tuple(dict.fromkeys(node for node in self._results if node in step.after))
@@ -188,14 +207,20 @@ class Opened:
         self._fixed = tuple(node for node in read if node not in changing)
         self._each = Piece(step.each, outputs, (*self._streams, *carried, *self._fixed))
 
-    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any], state: Sequence[Any] | None
+    ) -> Ran:
         values = self._values(sequences, fixed)
-        if self._start is not None:
-            return self._joined(values, self._run(values, self._started(sequences, fixed, carried), 0), None)
-        out = self._first(*(sequence[0] for sequence in sequences), *fixed, *carried)
-        count = len(carried)
-        kept = self._run(values, Packed.of(tuple(out[:count])).tensors, 1)
-        return self._joined(values, kept, out[count:])
+        begun: Sequence[Tensor] | None = None
+        if state is not None:
+            now: Sequence[Tensor] = Packed.of(tuple(state)).tensors
+        elif self._start is not None:
+            now = self._started(sequences, fixed, carried)
+        else:
+            out = self._first(*(sequence[0] for sequence in sequences), *fixed, *carried)
+            now, begun = Packed.of(tuple(out[: len(carried)])).tensors, out[len(carried) :]
+        kept, last = self._run(values, now, 0 if begun is None else 1)
+        return self._joined(values, kept, begun), self._nest(last)
 
     def _values(self, sequences: Sequence[Tensor], fixed: Sequence[Any]) -> Values:
         """What does not change from step to step, and what changes at all steps [T, ...]."""
@@ -211,16 +236,18 @@ class Opened:
         tensors = (self._module.tensor(str(node.target)) for node in self._start.inputs[len(given) :])
         return self._start(*given, *tensors)
 
-    def _run(self, values: Values, state: Sequence[Tensor], begin: int) -> dict[fx.Node, list[Tensor]]:
-        """The steps from `begin` on; the kept values of each."""
-        streams = [values[node].unbind(0) for node in self._streams]
+    def _run(
+        self, values: Values, state: Sequence[Tensor], begin: int
+    ) -> tuple[dict[fx.Node, list[Tensor]], Sequence[Tensor]]:
+        """The steps from `begin` on: the kept values of each, and what the last one carries."""
+        streams = [apart(values[node]) for node in self._streams]
         fixed = [values[node] for node in self._fixed]
         count, kept = len(self._state), []
         for t in range(begin, self._loop.steps):
             out = self._each(*(stream[t] for stream in streams), *state, *fixed)
             state = out[:count]
             kept.append(out[count:])
-        return {node: list(found) for node, found in zip(self._kept, zip(*kept, strict=True), strict=True)}
+        return {node: [found[i] for found in kept] for i, node in enumerate(self._kept)}, state
 
     def _joined(
         self, values: Values, kept: Mapping[fx.Node, list[Tensor]], begun: Sequence[Tensor] | None
@@ -237,7 +264,7 @@ class Opened:
                 elif first:
                     made = torch.cat([first[0].unsqueeze(0), made])
             else:
-                made = kept[node][-1] if keep == "last" else torch.stack([*first, *kept[node]])
+                made = kept[node][-1] if keep == "last" else joined([*first, *kept[node]])
             found.append(made)
         return tuple(found)
 
@@ -246,7 +273,7 @@ class Opened:
         if not self._late:
             return {}
         given = {
-            node: torch.stack(kept[node]) if node in kept else self._later(values[node], node, apart)
+            node: joined(kept[node]) if node in kept else self._later(values[node], node, apart)
             for node in self._after.inputs
         }
         return self._after.over(given)
@@ -254,3 +281,43 @@ class Opened:
     def _later(self, value: Tensor, node: fx.Node, apart: bool) -> Tensor:
         changes = node in self._graph.group("sequences") or node in self._before.outputs
         return value[1:] if apart and changes else value
+
+
+class Rounds:
+    """A loop that takes several steps at a time: its body's own loops go on from round to round."""
+
+    def __init__(self, loop: Loop, bind: Callable[[fx.Graph, Callable[[Any], Any]], Run], bound: Callable[[Any], Any]):
+        """`bind(graph, bound)` makes a function of a graph; `bound` says what a node's target is."""
+        self._loop, self._inner = loop, list[_Continued]()
+
+        def continued(target: Any) -> Any:
+            made = bound(target)
+            if isinstance(made, Scan):
+                made = _Continued(made)
+                self._inner.append(made)
+            return made
+
+        self._body = bind(loop.body, continued)
+
+    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+        parts = [sequence.split(self._loop.together) for sequence in sequences]
+        results = []
+        try:
+            for at in range(self._loop.steps // self._loop.together):
+                results.append(self._body(*(part[at] for part in parts), *fixed))
+        finally:
+            for inner in self._inner:
+                inner.state = None
+        return tuple(torch.cat(found) for found in zip(*results, strict=True))
+
+
+class _Continued:
+    """A loop in rounds, and what it carried out of the last one."""
+
+    def __init__(self, scan: Scan) -> None:
+        self._scan = scan
+        self.state: Sequence[Any] | None = None
+
+    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+        results, self.state = self._scan.run(sequences, fixed, carried, self.state)
+        return results

@@ -7,6 +7,8 @@ costs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Sharded
@@ -20,6 +22,7 @@ from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
 from snnpart.passes.lower.kernels import Kernels
+from snnpart.passes.rewrite.fold_rounds import in_rounds, region
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
@@ -48,8 +51,15 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
         cuts[rank] = cuts[same]
         for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
             slices = tuple(_slice(source.tensors[name], tensors.get(name), rank, kernels) for name in names)
-            programs[stage, rank] = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
+            program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
+            programs[stage, rank] = _in_rounds(program, plan.fold)
     return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=kernels.stays)
+
+
+def _in_rounds(program: StageProgram, together: int) -> StageProgram:
+    """The stage with its time loop in rounds, if the plan says so."""
+    found = region(program.graph) if together else ""
+    return program if isinstance(found, str) else replace(program, graph=in_rounds(program.graph, found, together))
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:

@@ -112,7 +112,8 @@ def target_text(node: fx.Node) -> str:
     if isinstance(target, Surrogate):
         return f"surrogate {functions.class_path(target.function)}"
     if isinstance(target, Loop):
-        return f"loop {target.steps} ({', '.join(target.keep)})"
+        together = f" by {target.together}" if target.together else ""
+        return f"loop {target.steps}{together} ({', '.join(target.keep)})"
     if isinstance(target, FusedNeuron):
         return f"fused {target.steps} {target.state}"
     path = functions.path_of(target)
@@ -238,6 +239,7 @@ def _surrogate(line: Line, reader: Reader) -> Surrogate:
 def _loop(line: Line, reader: Reader, rest: deque[Line]) -> Loop:
     line.expect("loop")
     steps = types.read_int(line)
+    together = types.read_int(line) if line.take("by") else 0
     line.expect("(")
     keep: list[Keep] = []
     while not line.take(")"):
@@ -248,7 +250,7 @@ def _loop(line: Line, reader: Reader, rest: deque[Line]) -> Loop:
         line.take(",")
     body = _block("body", line, reader, rest)
     first = _block("first", line, reader, rest) if rest and rest[0].peek.text == "first" else None
-    return Loop(body, steps, tuple(keep), first)
+    return Loop(body, steps, tuple(keep), first, together)
 
 
 def _fused(line: Line, reader: Reader, rest: deque[Line]) -> FusedNeuron:

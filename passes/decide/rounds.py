@@ -1,0 +1,106 @@
+"""How many of the T steps a folded network takes at a time.
+
+More steps in one call mean fewer calls; but once the values of a round no longer fit the cache, every operation reads
+and writes memory, and steps that are put together and taken apart are copied there. Each k that divides T is timed:
+
+    launches   (T / k) * operations * launch time
+    memory     bytes of all values, at the copy rate, if the values of k steps exceed the cache
+    copies     bytes that loops and norms gather and part, if k > 1; from memory where they exceed the cache
+
+A profile without a cache (a GPU's launches decide) takes all steps at once.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.costs import MachineProfile
+from snnpart.errors import ConfigError
+from snnpart.facts import Value, Values
+from snnpart.graph import SpikeGraph
+from snnpart.ops_time import Loop, batch_norm_steps
+from snnpart.passes.analyze import kinds
+from snnpart.passes.rewrite.fold_rounds import Region, region
+
+_CACHED = 4.0
+"""How many times faster than memory a last-level cache is."""
+
+_PASSES = 3.0
+"""Forward, and backward for two operands."""
+
+
+def decide_rounds(graph: SpikeGraph, profile: MachineProfile, asked: bool | int, tp: int) -> tuple[int, str]:
+    """Steps at a time (0: all of them), and why.
+
+    Raises:
+        ConfigError: the number that was asked for does not divide T, or the network cannot run in rounds.
+    """
+    found = region(graph.graph) if tp == 1 else "its channels are shared over tp ranks"
+    wanted = asked if not isinstance(asked, bool) else 0
+    if isinstance(found, str):
+        if wanted:
+            raise ConfigError(f"fold={wanted}: {found}", where=f"network '{graph.name}'", fix="use fold=True")
+        return 0, ""
+    choices = [k for k in range(1, found.steps + 1) if found.steps % k == 0]
+    if wanted:
+        return _asked(graph, found, wanted, choices), f"{wanted} of {found.steps} steps at a time, as asked"
+    if not profile.cache:
+        return 0, f"all {found.steps} steps at a time: launches decide on '{profile.name}'"
+    return _cheapest(found, profile, choices)
+
+
+def fits(graph: SpikeGraph, together: int) -> bool:
+    """Whether the network can take so many steps at a time."""
+    found = region(graph.graph)
+    return not isinstance(found, str) and found.steps % together == 0
+
+
+def _asked(graph: SpikeGraph, found: Region, wanted: int, choices: list[int]) -> int:
+    if wanted not in choices:
+        raise ConfigError(
+            f"fold={wanted} does not divide the {found.steps} steps of the loop",
+            where=f"network '{graph.name}'",
+            choices=[str(k) for k in choices],
+        )
+    return wanted % found.steps
+
+
+def _cheapest(found: Region, profile: MachineProfile, choices: list[int]) -> tuple[int, str]:
+    times = {k: _microseconds(found, profile, k) for k in choices}
+    best = min(choices, key=lambda k: (times[k], -k))
+    size = _working_set(found) / found.steps
+    why = f"{size / 2**20:.3g} MiB of values a step, {profile.cache / 2**20:.3g} MiB of cache on '{profile.name}'"
+    number = f"all {found.steps}" if best == found.steps else f"{best} of {found.steps}"
+    return best % found.steps, f"{number} steps at a time: {why}"
+
+
+def _microseconds(found: Region, profile: MachineProfile, k: int) -> float:
+    """Of what differs between the choices."""
+    calls = sum(kinds.name_of(node) not in kinds.VIEWS and not isinstance(node.target, Loop) for node in found.nodes)
+    launches = found.steps / k * calls * profile.launch_us
+    fits = k * _working_set(found) / found.steps <= profile.cache
+    rate = profile.copy * (_CACHED if fits else 1.0)
+    moved = sum(_written(node) for node in found.nodes) + (_gathered(found) if k > 1 else 0.0)
+    return _PASSES * (launches + 1e6 * 2 * moved / rate)
+
+
+def _working_set(found: Region) -> float:
+    """Bytes of all steps that the largest operation reads and writes."""
+    return max(_bytes(node) + sum(_bytes(source) for source in node.all_input_nodes) for node in found.nodes)
+
+
+def _gathered(found: Region) -> float:
+    """Bytes of all steps that are copied to put single steps together, or in backward to take them apart."""
+    loops = (node for node in found.nodes if isinstance(node.target, Loop) or node.target is batch_norm_steps)
+    return sum(_bytes(node) + sum(_bytes(source) for source in node.all_input_nodes) for node in loops)
+
+
+def _written(node: fx.Node) -> float:
+    return 0.0 if kinds.name_of(node) in kinds.VIEWS else _bytes(node)
+
+
+def _bytes(node: fx.Node) -> float:
+    value, several = facts.get(node, Value), facts.get(node, Values)
+    items = [value] if value is not None else [] if several is None else several.items
+    return float(sum(item.numel * item.dtype.itemsize for item in items if isinstance(item, Value)))
