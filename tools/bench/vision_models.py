@@ -1,7 +1,7 @@
 """The networks of the vision benchmarks: SpikingJelly's own, T = 4, 1000 classes, and the same wrapped for images.
 
-`config(name, size)` is what SpikingJelly's trainer takes; `network(name, size)` is the module that its builder makes from
-it, called on images [N, 3, H, W] as the trainer calls it: the image at every step, the mean of the answers over T.
+`config(name, size)` is what SpikingJelly's trainer takes; `network(name, size)` is the module that its builder makes
+from it, called on images [N, 3, H, W] as the trainer calls it: the image at every step, the mean of the answers over T.
 """
 
 from __future__ import annotations

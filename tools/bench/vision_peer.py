@@ -1,0 +1,101 @@
+"""One measurement of SpikingJelly's own distributed vision trainer; run by torchrun. Prints `RESULT {json}` on rank 0.
+
+Throughput is what the trainer itself reports, after its warm-up steps. Peak memory is the allocator's largest
+reservation over all ranks, as for ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.bench.vision_models import CLASSES, NAMES, config  # noqa: E402
+
+IMAGES = 64
+
+
+class Synthetic(Dataset[tuple[Tensor, Tensor]]):
+    """`count` samples that go round among a few random images."""
+
+    def __init__(self, count: int, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(IMAGES, 3, size, size, generator=generator)
+        self.classes = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index % IMAGES], self.classes[index % IMAGES]
+
+
+def datasets(count: int, size: int, validation: int) -> tuple[Synthetic, Synthetic]:
+    """What the trainer's configuration names as the builder of its data."""
+    return Synthetic(count, size), Synthetic(validation, size)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--batch", type=int, default=32, help="images a step of each data-parallel rank")
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--dp", default="ddp")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--mode", default="eager")
+    parser.add_argument("--warm", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    return parser.parse_args()
+
+
+def train(asked: argparse.Namespace) -> dict[str, Any]:
+    from spikingjelly.activation_based.distributed import vision
+    from spikingjelly.activation_based.precision import PrecisionConfig
+
+    dp = int(os.environ["WORLD_SIZE"]) // (asked.tp * asked.pp)
+    steps = asked.warm + asked.steps
+    data = {"count": asked.batch * dp * (steps + 2), "size": asked.size, "validation": asked.batch * dp}
+    found = vision.train_classification(
+        vision.TrainingConfig(
+            model=config(asked.model, asked.size),
+            dataset_builder="tools.bench.vision_peer.datasets",
+            dataset_kwargs=data,
+            batch_size=asked.batch,
+            workers=4,
+            data_parallel=asked.dp,
+            tensor_parallel_size=asked.tp,
+            pipeline_parallel_size=asked.pp,
+            pipeline_microbatches=asked.microbatches,
+            precision=PrecisionConfig(mode="bf16"),
+            execution_mode=asked.mode,
+            max_steps=steps,
+            timing_warmup_steps=asked.warm,
+        )
+    )
+    return {
+        "images_per_second": found["images_per_second"],
+        "peak_memory_bytes": found["peak_reserved_memory_bytes"],
+        "peak_allocated_bytes": found["peak_memory_bytes"],
+    }
+
+
+def main() -> None:
+    result = train(options())
+    if int(os.environ["RANK"]) == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
