@@ -54,6 +54,8 @@ class Engine:
     optimizer: torch.optim.Optimizer | None = None
     training: bool = True
     steps: int = 0
+    stale: bool = True
+    """Whether a train step came after the last time that all dp ranks were given dp rank 0's buffers."""
     grad_norm: float | Tensor | None = None
     closed: bool = False
     broken: bool = False
@@ -99,6 +101,7 @@ class Engine:
         """Common start of every pass: the mode, and dp rank 0's buffers everywhere."""
         self.stage.module.train(training)
         broadcast_buffers(self.stage, self.ranks.axes["dp"])
+        self.stale = training
 
     def pipeline(self, parts: Sequence[Part], loss: Callable[..., Tensor] | None = None) -> Pipeline:
         """A pass over the microbatches, to be `run`."""
@@ -140,6 +143,13 @@ class Engine:
         result, states = value
         self.carry.keep_slots(part.number, states)
         return result
+
+    def bad_inputs(self, parts: Sequence[Part]) -> Tensor:
+        """A number [] on the device, above 0 if inputs of this rank hold NaN or Inf and somebody wants to know."""
+        floats = {id(x): x for part in parts for x in part.inputs if x.is_floating_point()}
+        if not self.settings.check_inputs or not floats:
+            return torch.zeros((), device=self.ranks.device)
+        return torch.stack([(~torch.isfinite(x)).any() for x in floats.values()]).any().float()
 
     def to_device(self, data: Any) -> Any:
         """Nested data on this rank's device."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from snnpart.runtime import microbatch
 from snnpart.runtime.carry import agreed_windows
 from snnpart.runtime.engine import Engine, LossFn, source_of
-from snnpart.runtime.outputs import share
+from snnpart.runtime.outputs import kinds_of, share
 from snnpart.windows import joined
 
 
@@ -25,6 +25,11 @@ def evaluate(engine: Engine, inputs: Any, targets: Any, loss_fn: LossFn | None, 
         pairs = [_evaluate(engine, window, None if at else reset_mask) for at, window in enumerate(windows)]
         outputs, share_of_all = joined([out for out, _ in pairs]), pairs[0][1]
     engine.bound_sequence()
+    return judged(engine, outputs, targets, loss_fn, share_of_all)
+
+
+def judged(engine: Engine, outputs: Any, targets: Any, loss_fn: LossFn | None, share_of_all: float) -> Any:
+    """The outputs, with `loss_fn` also the loss over all dp ranks; `share_of_all` of the samples are this rank's."""
     if loss_fn is None:
         return outputs
     with torch.no_grad(), engine.precision.autocast():
@@ -57,7 +62,8 @@ def _evaluate(engine: Engine, inputs: Any, reset_mask: Tensor | None) -> tuple[A
     sizes, source = [part.size for part in parts], source_of(parts[0])
     made = [pipeline.outputs[i] for i in sorted(pipeline.outputs)]
     merged = microbatch.merge(made, source, sizes) if made else []
-    outputs = microbatch.structured(share(merged, engine.ranks, engine.last), source)
+    kinds = kinds_of(merged, engine.ranks, engine.last)
+    outputs = microbatch.structured(share(merged, engine.ranks, engine.last, kinds), source)
     if engine.carry is not None and engine.carry.carrier is not None:
         for part in parts:
             engine.result(pipeline.outputs[part.number], part)

@@ -21,7 +21,6 @@ from snnpart.runtime.batches import Batches
 from snnpart.runtime.carry import Carry
 from snnpart.runtime.data_parallel import data_parallel
 from snnpart.runtime.engine import Engine, LossFn
-from snnpart.runtime.evaluation import evaluate
 from snnpart.runtime.execution import Execution
 from snnpart.runtime.gradients import PartialGradients
 from snnpart.runtime.heartbeat import Heartbeat
@@ -125,8 +124,7 @@ class RunningProgram:
         With `loss_fn` the result is `(outputs, loss)`; the loss is the mean over the samples of all dp ranks. A batch
         smaller than the number of microbatches is run in fewer. `reset_mask` is that of `train_step`.
         """
-        self._execution.settle()
-        return evaluate(self._engine, inputs, targets, loss_fn, reset_mask)
+        return self._execution.eval_step(inputs, targets, loss_fn, reset_mask)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -161,16 +159,6 @@ class RunningProgram:
         """The full gradients under the user's names, of every parameter that has one."""
         self._execution.settle()
         return self._state.gradients()
-
-    @property
-    def stage(self) -> Stage:
-        """This rank's part of the network."""
-        return self._stage
-
-    @property
-    def full_state(self) -> FullState:
-        """The network's tensors, whole."""
-        return self._state
 
     @property
     def stage(self) -> Stage:

@@ -44,8 +44,14 @@ class Settings:
 
     def is_static(self, device: torch.device) -> bool:
         """Whether train steps are static ones (see `execution`)."""
-        asked = self.execution == "cuda_graph" or (self.execution == "auto" and device.type == "cuda")
-        return asked and not self.why_eager
+        return self._asks_for_static(device) and not self.why_eager
+
+    def evaluates_static(self, device: torch.device) -> bool:
+        """Whether evaluations are static passes."""
+        return self._asks_for_static(device) and not self.carry and self.cut is None
+
+    def _asks_for_static(self, device: torch.device) -> bool:
+        return self.execution == "cuda_graph" or (self.execution == "auto" and device.type == "cuda")
 
     def __post_init__(self) -> None:
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:

@@ -134,7 +134,7 @@ def train(name: str, mode: str, precision: str) -> dict[str, Any]:
     outputs = running.eval_step(x)
     result = {"losses": found, "state": running.state_dict(), "outputs": outputs.float().cpu(), "seconds": seconds}
     result |= {"notices": notices + list(running.notices), "norm": float(running.grad_norm or 0.0)}
-    result["captured"] = sum(step.is_captured for step in running._execution._steps.values())
+    result["captured"] = running._execution.captures.captured
     running.close()
     return result
 
