@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ class WireTypes:
     def __init__(self, seen: bool) -> None:
         """`seen`: not the ports', but those of the values themselves, which autocast chooses."""
         self._seen = seen
-        self._known: dict[tuple[int, Way, bool], tuple[StageProgram, tuple[torch.dtype, ...]]] = {}
+        self._known: dict[tuple[int, Way, bool], tuple[ReferenceType[StageProgram], tuple[torch.dtype, ...]]] = {}
 
     def of(self, program: StageProgram, way: Way) -> tuple[torch.dtype, ...] | None:
         """None: not seen yet."""
@@ -101,7 +102,9 @@ class WireTypes:
 
     def learn(self, program: StageProgram, way: Way, dtypes: Sequence[torch.dtype]) -> None:
         """From now on these."""
-        self._known[id(program), way, torch.is_grad_enabled()] = (program, tuple(dtypes))
+        key = (id(program), way, torch.is_grad_enabled())
+        forget = lambda _: self._known.pop(key, None)  # noqa: E731
+        self._known[key] = (ref(program, forget), tuple(dtypes))  # a graph of another shape may be dropped
 
 
 def _as_header(dtypes: Sequence[torch.dtype], axis: Axis, device: torch.device) -> Tensor:

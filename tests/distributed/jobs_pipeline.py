@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from dataclasses import replace
@@ -10,16 +11,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
+from snnpart.api import parallelize
 from snnpart.errors import LaunchError
-from snnpart.runtime import heartbeat
+from snnpart.program import StageProgram
+from snnpart.runtime import heartbeat, signatures
 from snnpart.runtime.launch import launch
+from tests.distributed.cases import det, fill
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch
-from tests.distributed.jobs_launch import error_of
+from tests.distributed.jobs_launch import Moody, error_of
 
 
 def claim_spikes() -> None:
@@ -107,3 +112,29 @@ def broken_program() -> tuple[str, str]:
     found = error_of(lambda: running.train_step(x, y, F.cross_entropy))
     running.close()
     return found
+
+
+def many_shapes() -> dict[str, Any]:
+    """Four numbers of steps and four batch sizes, train and eval, of which two graphs are kept, three times over: what is
+    alive after each round."""
+    signatures.KEPT = 2
+    program = parallelize(fill(Moody()), pp=2, example_inputs=det(3, 4, 4), input_layout="TNF", verify="off")
+    running = program.launch(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    alive = []
+    for _ in range(3):
+        for t in range(1, 5):
+            size = 1 + t % 4
+            running.train_step(det(t, size, 4), torch.arange(size) % 3, F.cross_entropy)
+            running.eval_step(det(t, size, 4))
+        gc.collect()
+        alive.append(_alive())
+    running.close()
+    return {"alive": alive, "closed": _alive(), "compiled": len(running.notices)}
+
+
+def _alive() -> dict[str, int]:
+    """Process groups, tensors, graphs and stage programs that exist."""
+    things = gc.get_objects()
+    kinds = {"tensors": Tensor, "graphs": fx.Graph, "stages": StageProgram}
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return {"groups": groups} | {name: sum(issubclass(type(x), kind) for x in things) for name, kind in kinds.items()}
