@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from snnpart import verify
+from snnpart.collector import collector_paused
 from snnpart.errors import PlanError
 from snnpart.facts import Origin, Value, Values
 from snnpart.graph import SpikeGraph
@@ -64,8 +65,9 @@ class PassManager:
         self._check_reads(graph)
         records: list[PassRecord] = []
         try:
-            for item in self.passes:
-                records.append(self._run_one(item, graph, records))
+            with collector_paused():
+                for item in self.passes:
+                    records.append(self._run_one(item, graph, records))
         except Stop:
             pass
         return tuple(records)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from snnpart import facts, ops
+from snnpart.collector import collector_paused
 from snnpart.errors import ConfigError, TraceError
 from snnpart.facts import Value
 from snnpart.frameworks import is_leaf
@@ -17,7 +18,7 @@ from snnpart.graph import Assumption, BatchGuard, OutputInfo, SpikeGraph, Tensor
 from snnpart.trace import batches
 from snnpart.trace.batches import BatchMatters
 from snnpart.trace.calls import ExampleCall, example_call
-from snnpart.trace.session import Recording, Request, collector_paused, record
+from snnpart.trace.session import Recording, Request, record
 
 _USUAL_BATCHES = (*range(1, 257), 10_000)
 
