@@ -125,13 +125,15 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks
 
 
 def _begin_world(device: torch.device, timeout: timedelta) -> None:
-    """The default process group, from torchrun's environment. A process may end it and begin another: each has keys of
-    its own in the store, where the addresses of the one before still stand."""
+    """The default process group, from torchrun's environment. A process may end it and begin another, and torchrun may
+    start the ranks again over the same store: each group has keys of its own there, where the addresses of the ones
+    before still stand."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # its watchdog would break a capture
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"snnpart{next(_worlds)}", store),
+        store=dist.PrefixStore(f"snnpart/{attempt}/{size}/{next(_worlds)}", store),
         rank=rank,
         world_size=size,
         timeout=timeout,

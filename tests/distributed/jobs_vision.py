@@ -8,6 +8,7 @@ import os
 import signal
 from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 from snnpart import vision
 from snnpart.errors import SnnpartError
 from snnpart.vision.data.sources import Split
-from snnpart.vision.train import Trainer
+from snnpart.vision.training import Trainer
 
 
 def waves(samples: int = 37, validation: int = 11, dtype: str = "float64") -> Split:
@@ -90,3 +91,24 @@ class _WrongLabel(torch.utils.data.Dataset[Any]):
 
 def wrong_label() -> Split:
     return Split(_WrongLabel(), waves().validation)
+
+
+class _Deadly(torch.utils.data.Dataset[Any]):
+    """`waves`, of which rank 1 dies at its 20th sample, unless the marker says that it did so before."""
+
+    def __init__(self, marker: Path) -> None:
+        self._samples, self._marker, self._read = waves().training, marker, 0
+
+    def __len__(self) -> int:
+        return len(self._samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        self._read += 1
+        if os.environ.get("RANK") == "1" and self._read == 20 and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._samples[index]
+
+
+def deadly(marker: str) -> Split:
+    return Split(_Deadly(Path(marker)), waves().validation)

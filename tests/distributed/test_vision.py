@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from snnpart import vision
 from snnpart.runtime.checkpoint import folder, last_whole, read_model
+from snnpart.vision.artifact import write
 from snnpart.vision.build import make_data
 from snnpart.vision.data.sampler import Shares
-from snnpart.vision.export import write
 from tests.distributed.jobs_vision import waves
 from tests.distributed.pool import JobFailed, Pool
 from tests.vision.nets import Digits, Plain
