@@ -94,12 +94,27 @@ def _network(compiled: CompiledProgram) -> data.Network:
 
 def _topology(compiled: CompiledProgram) -> data.Topology:
     plan = compiled.plan
-    return data.Topology(plan.tp, plan.pp, plan.dp, plan.tp * plan.pp, plan.schedule, plan.microbatches)
+    whole = sum(cost.us for node in compiled.source.graph.nodes if (cost := facts.get(node, Cost)) is not None)
+    return data.Topology(
+        tp=plan.tp,
+        pp=plan.pp,
+        dp=plan.dp,
+        ranks=plan.tp * plan.pp,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        predicted_us=sum(_times(compiled)),
+        unsharded_us=whole,
+    )
+
+
+def _times(compiled: CompiledProgram) -> list[float]:
+    """Predicted microseconds of each stage on its slowest tp rank."""
+    plan = compiled.plan
+    return [max(compiled.stage(stage, tp).predicted_us for tp in range(plan.tp)) for stage in range(plan.stage_count)]
 
 
 def _stages(compiled: CompiledProgram) -> tuple[data.StageRow, ...]:
-    plan = compiled.plan
-    times = [max(compiled.stage(stage, tp).predicted_us for tp in range(plan.tp)) for stage in range(plan.stage_count)]
+    times = _times(compiled)
     slowest = max(times) or 1.0
     return tuple(_stage(compiled, stage, time, time / slowest) for stage, time in enumerate(times))
 

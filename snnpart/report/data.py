@@ -21,7 +21,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The mesh and the schedule. `ranks` is the number of ranks of one data-parallel copy, tp * pp."""
+    """The mesh and the schedule. `ranks` is the number of ranks of one data-parallel copy, tp * pp. `predicted_us` are
+    those of all stages together, forward and backward of the batch on the slowest tp rank; `unsharded_us` the same
+    with every layer whole."""
 
     tp: int
     pp: int
@@ -29,6 +31,8 @@ class Topology:
     ranks: int
     schedule: str
     microbatches: int
+    predicted_us: float
+    unsharded_us: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,15 @@ def _sharded(report: Report) -> list[Section]:
         )
         for r in report.sharded
     ]
-    return _table("Layers split over tp", columns, rows)
+    return _table(f"Layers split over tp{_gain(report)}", columns, rows)
+
+
+def _gain(report: Report) -> str:
+    """What sharing is predicted to be worth: the step with every layer whole, and as it was decided."""
+    whole, chosen = report.topology.unsharded_us, report.topology.predicted_us
+    if not whole or not chosen:
+        return ""
+    return f": a step takes {duration(chosen)} by the profile, {duration(whole)} unsharded ({whole / chosen:.2f} times)"
 
 
 def _replicated(report: Report) -> list[Section]:

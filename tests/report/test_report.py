@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from snnpart import parallelize
+from snnpart.costs import CPU
 from snnpart.graph import Assumption
 from snnpart.plan import Plan
 from snnpart.report import Report, build
@@ -55,6 +58,20 @@ def test_schedule_is_a_grid_with_its_bubble(report: Report) -> None:
     assert report.schedule.lines[1].startswith("rank 1 |     1F0")
     assert 0 < report.schedule.bubble < 1 and 0 < report.schedule.bubble_of_equal_stages < 1
     assert "ranks wait" in report.text() and report.schedule.lines[0] in report.text()
+
+
+def test_the_gain_of_sharing_is_predicted_against_every_layer_whole() -> None:
+    """By the machine's profile; with shard="time" no plan is slower than none, with "max" one may be."""
+    module, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)), torch.randn(32, 64)
+    program = parallelize(module, tp=2, example_inputs=x, verify="off", profile=CPU)
+    said = program.report().topology
+    alone = parallelize(module, example_inputs=x, verify="off", profile=CPU).report().topology
+    assert said.unsharded_us == pytest.approx(alone.predicted_us) and alone.unsharded_us == alone.predicted_us
+    assert said.predicted_us == max(program.compiled.stage(0, rank).predicted_us for rank in range(2))
+    ratio = said.unsharded_us / said.predicted_us
+    assert f"unsharded ({ratio:.2f} times)" in program.report().text()
+    fastest = parallelize(module, tp=2, example_inputs=x, verify="off", profile=CPU, shard="time").report().topology
+    assert fastest.predicted_us <= fastest.unsharded_us < said.predicted_us
 
 
 def test_split_layers_name_rule_pieces_and_bytes(report: Report) -> None:
