@@ -1,74 +1,63 @@
-"""What tensor parallelism sends: bytes a rank and step, counted from the peer's program and from ours.
+"""Tensor parallelism: what is sent, how long deciding takes, predicted against measured times, speed over a slow link.
 
-    python tools/bench/tensor_parallel.py            SEW-ResNet34 and Spikformer at the peer's batch, tp 2 and 4
-    python tools/bench/tensor_parallel.py --quick    SEW-ResNet34 with tp=2 on small images
+    python tools/bench/tensor_parallel.py                     all parts (about six minutes on two cores)
+    python tools/bench/tensor_parallel.py --parts bytes       one of: bytes, placement, prediction, speed
+    python tools/bench/tensor_parallel.py --parts speed prediction --device cuda      on two GPUs
+    python tools/bench/tensor_parallel.py --quick             bytes of SEW-ResNet34 with tp=2 on small images, no file
 
-The peer is SpikingJelly's own builders: its model runs forward and backward on the meta device, one rank of a process
-group that only counts. Ours is the plan that sends least (every layer sharded; a machine whose time is its bytes),
-counted from the collectives of the compiled program. Both in bfloat16, T=4, with the traffic of ring algorithms: an
-all-reduce of n bytes over p ranks sends 2 (p-1)/p n, a gather or reduce-scatter (p-1)/p n. Writes
-docs/results/tensor_parallel.csv (--quick writes nothing unless --output says where).
+bytes       what a rank sends in a step, counted from the peer's program and from ours (bfloat16, T=4). The peer is
+            SpikingJelly's own builders: its model runs forward and backward on the meta device, one rank of a process
+            group that only counts. Ours is the plan that sends least, counted from the collectives of the compiled
+            program. Both with the traffic of ring algorithms: an all-reduce of n bytes over p ranks sends 2 (p-1)/p n,
+            a gather or reduce-scatter (p-1)/p n.
+placement   seconds in which the placement of large networks is decided.
+prediction  what a training step takes under several plans, predicted and measured (tensor_parallel_predict.py).
+speed       images/s of the peer and of ours, in turn (tensor_parallel_speed.py): on the CPU over a link of 1 Gbit/s,
+            made of network namespaces and `tc` (which takes root), on CUDA over what joins the GPUs.
+
+Rows go into docs/results/tensor_parallel.csv, each part's in the place of its earlier ones, and from there into the
+plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import platform
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
 
-from snnpart import parallelize  # noqa: E402
-from snnpart.costs import Link, MachineProfile  # noqa: E402
-from snnpart.report.data import CollectiveRow  # noqa: E402
+from tensor_parallel_peer import TIMED, Point, our_bytes, peer_bytes, sew_resnet34, spikformer  # noqa: E402
+from tensor_parallel_plot import draw  # noqa: E402
+from tensor_parallel_rows import COLUMNS, RATE, merge, on_ranks, row  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
-BYTES = MachineProfile(
-    name="bytes",
-    flops={"float32": 1e30, "bfloat16": 1e30},
-    copy=1e30,
-    launch_us=1e-9,
-    links={axis: Link(1e6, 0.0) for axis in ("tp", "pp", "dp")},
-    source="a machine on which only what is sent takes time: one byte a microsecond",
-)
+from snnpart.compilation import Options, trace_model  # noqa: E402
+from snnpart.costs import default_profile  # noqa: E402
+from snnpart.graph import SpikeGraph  # noqa: E402
+from snnpart.pass_manager import PassManager  # noqa: E402
+from snnpart.passes import ANALYZE, REWRITE  # noqa: E402
+from snnpart.passes.decide.placement import DecidePlacement  # noqa: E402
+
+__all__ = ["COLUMNS", "measure", "points"]
 LEAST = {"inference": 8.0, "training": 1 / 0.6}
 """How many times less is asked for."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """A network of the peer: its configuration, at a batch and an image size."""
-
-    name: str
-    config: Callable[[int], Any]
-    batch: int
-    size: int
-
-
-def sew_resnet34(size: int) -> Any:
-    from spikingjelly.activation_based.model.sew_resnet import SEWResNet34Config
-
-    return SEWResNet34Config(time_steps=4, num_classes=1000, step_mode="m", image_size=size)
-
-
-def spikformer(size: int) -> Any:
-    from spikingjelly.activation_based.model.spikformer import SpikformerConfig
-
-    return SpikformerConfig(time_steps=4, num_classes=1000, step_mode="m", image_height=size, image_width=size)
+PEER = "SpikingJelly builder"
+BYTES_SENT, DECIDING = "bytes sent per rank and step", "seconds of deciding the placement"
+PLAN_TIMES, BEHIND, HITS = "predicted step time", "predicted fastest behind measured fastest", "points predicted right"
+SPEED = "images per second"
+PLACEMENTS, PLACEMENT_LIMIT = 5, 3.0
+CLOSE, POINTS_ASKED, HITS_ASKED = 0.05, 12, 10
+DEVICES = {"cpu": f"2 processes, link of {RATE}", "cuda": "2 GPUs"}
 
 
 def points(quick: bool) -> list[tuple[Point, int]]:
@@ -79,121 +68,210 @@ def points(quick: bool) -> list[tuple[Point, int]]:
     return [(net, tp) for net in nets for tp in (2, 4)]
 
 
-class Ring:
-    """A process group of `ranks` ranks that sends nothing and counts what a ring would."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks, self.sent = ranks, 0.0
-
-    def all_reduce(self, x: Tensor, *_: Any, **__: Any) -> None:
-        self.sent += 2 * (self.ranks - 1) / self.ranks * x.numel() * x.element_size()
-
-
-@contextmanager
-def counting(ring: Ring) -> Iterator[None]:
-    """torch.distributed as one rank of the ring sees it."""
-    replaced = {
-        "get_world_size": lambda group=None: ring.ranks,
-        "get_rank": lambda group=None: 0,
-        "all_reduce": ring.all_reduce,
-    }
-    with patch.multiple("torch.distributed", **replaced):
-        yield
-
-
-def peer_bytes(point: Point, tp: int, training: bool) -> float:
-    """What one rank of the peer's program sends in a step."""
-    config, ring = point.config(point.size), Ring(tp)
-    with counting(ring):
-        model = config.get_builder_cls()(config).build(
-            process_group=ring,
-            memopt_process_group=None,
-            pipeline_rank=0,
-            pipeline_size=1,
-            pipeline_microbatches=1,
-            device=torch.device("cpu"),
-            micro_batch_size=point.batch,
-            memopt_level=0,
-            memopt_compress_inputs=False,
-            memopt_checkpoint_budget="balanced",
-        )[0]
-        model = model.to(device="meta", dtype=torch.bfloat16).train(training)
-        x = torch.empty(4, point.batch, 3, point.size, point.size, dtype=torch.bfloat16, device="meta")
-        with torch.set_grad_enabled(training):
-            out = model(x)
-        if training:
-            out.float().sum().backward()
-    return ring.sent
-
-
-def our_bytes(point: Point, tp: int, training: bool) -> tuple[float, str]:
-    """What one rank of our program sends in a step, and what its collectives are."""
-    config = point.config(point.size)
-    model: nn.Module = config.get_builder_cls()(config)._build_canonical_model()
-    model = model.to(torch.bfloat16).train(training).requires_grad_(training)
-    x = torch.rand(4, point.batch, 3, point.size, point.size).to(torch.bfloat16)
-    program = parallelize(
-        model, tp=tp, example_inputs=x, input_layout="TNCHW", shard="max", verify="off", profile=BYTES
-    )
-    rows = program.report().collectives
-    kinds = [row.operation for row in rows]
-    found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
-    return sum(ring_bytes(row, tp) for row in rows), found
-
-
-def ring_bytes(row: CollectiveRow, tp: int) -> float:
-    """What a rank sends for one collective, forward and backward."""
-    times = 2 if row.operation in ("all_reduce", "grad_all_reduce") else 1
-    return times * (tp - 1) / tp * (row.forward_bytes + row.backward_bytes)
-
-
 def measure(point: Point, tp: int, mode: str) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the bytes."""
     training = mode == "training"
     peer = peer_bytes(point, tp, training)
     ours, note = our_bytes(point, tp, training)
     ratio = peer / ours
-    return {
-        "bench": "tensor_parallel",
-        "point": f"{point.name}, tp={tp}, batch {point.batch}, {point.size}x{point.size}, {mode}",
-        "metric": "bytes sent per rank and step",
-        "unit": "MB",
-        "peer_name": "SpikingJelly builder",
-        "peer": f"{peer / 1e6:.3f}",
-        "ours": f"{ours / 1e6:.3f}",
-        "ratio": f"{ratio:.2f}",
-        "repeats": 1,
-        "spread": 0,
-        "machine": platform.machine(),
-        "versions": versions(),
-        "status": "ok" if ratio >= LEAST[mode] else "failed",
-        "note": note if ratio >= LEAST[mode] else f"less than {LEAST[mode]:.2f} times fewer: {note}",
-    }
+    return row(
+        f"{point.name}, tp={tp}, batch {point.batch}, {point.size}x{point.size}, {mode}",
+        BYTES_SENT,
+        "MB",
+        ours / 1e6,
+        peer_name=PEER,
+        peer=peer / 1e6,
+        ratio=ratio,
+        status="ok" if ratio >= LEAST[mode] else "failed",
+        note=note if ratio >= LEAST[mode] else f"less than {LEAST[mode]:.2f} times fewer: {note}",
+    )
 
 
-def versions() -> str:
-    from importlib.metadata import version
+def bytes_rows(device: str) -> Iterator[dict[str, Any]]:
+    for point, tp in points(quick=False):
+        for mode in LEAST:
+            yield measure(point, tp, mode)
 
-    return f"torch {torch.__version__}, spikingjelly {version('spikingjelly')}"
+
+def placement_rows(device: str) -> Iterator[dict[str, Any]]:
+    """Lanes, the integer program and writing the facts, the median of some repeats."""
+    for name, make in (("SEW-ResNet152", sew_resnet152), ("Spikformer-8-768", spikformer_8_768)):
+        graph = analysed_graph(make())
+        for objective in ("max", "time"):
+            seconds = []
+            for _ in range(PLACEMENTS):
+                work, started = graph.copy(), time.perf_counter()
+                DecidePlacement(2, default_profile("h200"), objective=objective).run(work)  # type: ignore[arg-type]
+                seconds.append(time.perf_counter() - started)
+            middle = statistics.median(seconds)
+            yield row(
+                f"{name}, tp=2, shard={objective}, {len(graph.graph.nodes)} nodes",
+                DECIDING,
+                "s",
+                middle,
+                repeats=PLACEMENTS,
+                spread=(max(seconds) - min(seconds)) / middle,
+                status="ok" if middle < PLACEMENT_LIMIT else "failed",
+                note=f"limit {PLACEMENT_LIMIT:g} s",
+            )
+
+
+def sew_resnet152() -> nn.Module:
+    from spikingjelly.activation_based import functional, neuron
+    from spikingjelly.activation_based.model import sew_resnet
+
+    model: nn.Module = sew_resnet.sew_resnet152(cnf="ADD", spiking_neuron=neuron.LIFNode)
+    functional.set_step_mode(model, "m")
+    return model
+
+
+def spikformer_8_768() -> nn.Module:
+    from spikingjelly.activation_based.model.spikformer import Spikformer
+
+    sizes = {"img_size_h": 128, "img_size_w": 128, "embed_dims": 768, "num_heads": 12, "depths": 8}
+    return Spikformer(T=4, **sizes)
+
+
+def analysed_graph(model: nn.Module) -> SpikeGraph:
+    """The network at batch 32 of 128 x 128, analysed."""
+    images = torch.rand(4, 32, 3, 128, 128)
+    graph = trace_model(model, images, Options(tp=2, input_layout="TNCHW", verify="off"), True)
+    PassManager((*REWRITE, *ANALYZE)).run(graph)
+    return graph
+
+
+def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
+    """A row for each plan of each point, one for each point, and one for all of them."""
+    found = on_ranks(HERE / "tensor_parallel_predict.py", [device])
+    hits, errors = 0, []
+    for point in found:
+        plans, best = point["plans"], min(plan["measured"] for plan in point["plans"].values())
+        for label, plan in plans.items():
+            ratio = plan["predicted"] / plan["measured"]
+            errors.append(abs(ratio - 1))
+            yield row(
+                f"{point['point']}, {label}",
+                PLAN_TIMES,
+                "ms",
+                plan["predicted"] / 1e3,
+                peer_name="measured step",
+                peer=plan["measured"] / 1e3,
+                ratio=ratio,
+                spread=plan["spread"],
+                repeats=point["repeats"],
+                machine=machine(device),
+                note="ours: predicted; ratio: predicted / measured",
+            )
+        chosen = min(plans, key=lambda label: plans[label]["predicted"])
+        behind = plans[chosen]["measured"] / best - 1
+        hits += behind <= CLOSE
+        yield row(
+            point["point"],
+            BEHIND,
+            "%",
+            100 * behind,
+            machine=machine(device),
+            status="ok" if behind <= CLOSE else "failed",
+            note=f"predicted fastest: {chosen}; {len(plans)} plans",
+        )
+    yield row(
+        f"{len(found)} points, tp=2",
+        HITS,
+        "points",
+        hits,
+        machine=machine(device),
+        status="ok" if hits >= HITS_ASKED and len(found) >= POINTS_ASKED else "failed",
+        note=f"error of predictions: median {statistics.median(errors):.0%}, largest {max(errors):.0%}",
+    )
+
+
+def speed_rows(device: str) -> Iterator[dict[str, Any]]:
+    """Images/s on this device, and the rows of the other as not run, if it has none yet."""
+    found = on_ranks(HERE / "tensor_parallel_speed.py", [device], throttled=device == "cpu")
+    for race in found:
+        peer = race["batch"] / race["sides"]["peer"]["seconds"]
+        for plan in ("max", "time"):
+            side = race["sides"][plan]
+            ours = race["batch"] / side["seconds"]
+            yield row(
+                speed_point(race["point"], device, race["training"], plan),
+                SPEED,
+                "images/s",
+                ours,
+                peer_name=PEER,
+                peer=peer,
+                ratio=ours / peer,
+                repeats=race["repeats"],
+                spread=side["spread"],
+                machine=machine(device),
+                note=f"{side['collectives']} collectives a step, forward and backward",
+            )
+
+
+def speed_point(label: str, device: str, training: bool, plan: str) -> str:
+    return f"{label}, {'training' if training else 'inference'}, shard={plan}, {DEVICES[device]}"
+
+
+def missing_rows(device: str) -> Iterator[dict[str, Any]]:
+    """The rows of the speed on a device that is not there."""
+    for point in TIMED[device]:
+        for training in (False, True):
+            yield row(
+                speed_point(point.label, device, training, "max"),
+                SPEED,
+                "images/s",
+                "",
+                peer_name=PEER,
+                machine=DEVICES[device],
+                status="not-run",
+                note=f"python tools/bench/tensor_parallel.py --parts speed --device {device}",
+            )
+
+
+def machine(device: str) -> str:
+    """The machine's name in the rows of timed parts."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {DEVICES['cpu'].split(',')[0]}"
+
+
+PARTS: Mapping[str, tuple[Callable[[str], Iterator[dict[str, Any]]], tuple[str, ...]]] = {
+    "bytes": (bytes_rows, (BYTES_SENT,)),
+    "placement": (placement_rows, (DECIDING,)),
+    "prediction": (prediction_rows, (PLAN_TIMES, BEHIND, HITS)),
+    "speed": (speed_rows, (SPEED,)),
+}
+"""What makes the rows of each part, and the metrics they have."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small point; writes no file")
+    parser.add_argument("--quick", action="store_true", help="one small point of the bytes; writes no file")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="of the parts prediction and speed")
     parser.add_argument("--output", type=Path, help="the CSV to write")
     options = parser.parse_args()
     target = options.output or (None if options.quick else ROOT / "docs/results/tensor_parallel.csv")
-    rows = []
-    for point, tp in points(options.quick):
-        for mode in LEAST:
-            rows.append(measure(point, tp, mode))
-            print("{point}: peer {peer} MB, ours {ours} MB, {ratio} times fewer, {status}".format(**rows[-1]))
-    if target is not None:
-        with target.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    if options.quick:
+        ((point, tp),) = points(quick=True)
+        _write([_shown(measure(point, tp, mode)) for mode in LEAST], target, options.device)
+        return 0
+    for part in options.parts:
+        make, _ = PARTS[part]
+        _write([_shown(found) for found in make(options.device)], target, options.device)
     return 0
+
+
+def _shown(found: dict[str, Any]) -> dict[str, Any]:
+    print("{point}: {metric}: {ours} {unit} (peer {peer}, ratio {ratio}) {status} {note}".format(**found), flush=True)
+    return found
+
+
+def _write(table: list[dict[str, Any]], target: Path | None, device: str) -> None:
+    """The rows in the place of those with the same metric on the same device, and the plot anew."""
+    if target is None:
+        return
+    others = [found for other in DEVICES if other != device for found in missing_rows(other)]
+    merge(target, table, others if any(found["metric"] == SPEED for found in table) else [])
+    draw(target)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""The networks of the tensor-parallel benchmark whose steps are timed, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network with example inputs of a batch; `layout` says where time is (None: [N, ...])."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    layout: str | None
+    batches: tuple[int, ...]
+
+    def options(self, batch: int) -> dict[str, Any]:
+        """What `parallelize` is told."""
+        layout = {} if self.layout is None else {"input_layout": self.layout}
+        return {"example_inputs": self.inputs(batch), "verify": "off", **layout}
+
+
+def images(size: int) -> Callable[[int], Tensor]:
+    """Static images shown for `STEPS` steps."""
+    return lambda batch: torch.rand(STEPS, batch, 3, size, size)
+
+
+def sew_resnet18() -> nn.Module:
+    from spikingjelly.activation_based import functional, neuron
+    from spikingjelly.activation_based.model import sew_resnet
+
+    model: nn.Module = sew_resnet.sew_resnet18(cnf="ADD", spiking_neuron=neuron.LIFNode, num_classes=10)
+    functional.set_step_mode(model, "m")
+    return model
+
+
+def spiking_vgg11() -> nn.Module:
+    from spikingjelly.activation_based import functional, neuron
+    from spikingjelly.activation_based.model import spiking_vgg
+
+    model: nn.Module = spiking_vgg.spiking_vgg11_bn(spiking_neuron=neuron.LIFNode, num_classes=10)
+    functional.set_step_mode(model, "m")
+    return model
+
+
+def spikformer() -> nn.Module:
+    from spikingjelly.activation_based.model.spikformer import Spikformer
+
+    sizes = {"img_size_h": 32, "img_size_w": 32, "patch_size": 4, "embed_dims": 256, "depths": 2, "num_classes": 10}
+    return Spikformer(T=STEPS, **sizes)
+
+
+class _Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return (u >= 0).to(u)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (u,) = ctx.saved_tensors
+        return grads[0] / (1 + (2 * u).abs()) ** 2
+
+
+class Dense(nn.Module):
+    """Wide linear layers with spikes between them: most of the time is weights."""
+
+    def __init__(self, width: int = 2048, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = _Spike.apply(layer(x) - 0.1)  # type: ignore[no-untyped-call]
+        return x
+
+
+NETS = {
+    "sew_resnet18": Net(sew_resnet18, images(32), "TNCHW", (2, 8, 16)),
+    "spiking_vgg11": Net(spiking_vgg11, images(32), "TNCHW", (2, 8, 16)),
+    "spikformer": Net(spikformer, images(32), "TNCHW", (1, 2, 4)),
+    "dense": Net(Dense, lambda batch: torch.randn(batch, 2048), None, (4, 64, 256)),
+}
