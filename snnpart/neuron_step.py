@@ -21,6 +21,7 @@ numbers and gradients, or `StepError` says why there is no step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,9 +218,35 @@ class _Stepper:
     def _call(self, x: Tensor, p: Sequence[Tensor], state: Any) -> tuple[Any, Tensor]:
         given = dict(zip(self.names, p, strict=True))
         fixed = [given.get(str(i), value) for i, value in enumerate(self.scan.fixed)]
-        inside = {f"body.{name}": value for name, value in given.items() if not name.isdigit()}
-        found: tuple[Any, Tensor] = torch.func.functional_call(self.runner, inside, (x, fixed, state))
+        with _holding(self.scan.body, {name: value for name, value in given.items() if not name.isdigit()}):
+            found: tuple[Any, Tensor] = self.runner(x, fixed, state)
         return found
+
+
+def owned(module: nn.Module, dotted: str) -> tuple[dict[str, Any], str]:
+    """Where a tensor of the module hangs: the table of parameters or buffers, and its name there.
+
+    Submodules are looked up as such: an adapter's copy has one under the name of a plain attribute (Norse's `p`).
+    """
+    *path, name = dotted.split(".")
+    for atom in path:
+        module = module._modules[atom]  # type: ignore[assignment]
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    return table, name
+
+
+@contextmanager
+def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """A block in which the module has these tensors in the place of its own."""
+    places = [(*owned(module, name), value) for name, value in tensors.items()]
+    before = [table[name] for table, name, _ in places]
+    try:
+        for table, name, value in places:
+            table[name] = value
+        yield
+    finally:
+        for (table, name, _), value in zip(places, before, strict=True):
+            table[name] = value
 
 
 def _is_state(item: Any, x: Tensor) -> bool:

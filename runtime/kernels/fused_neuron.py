@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from snnpart import facts, ops_fused
 from snnpart.facts import Value
 from snnpart.neuron_scan import leaf_name, step_of_region
-from snnpart.neuron_step import NeuronStep
+from snnpart.neuron_step import NeuronStep, owned
 from snnpart.ops_fused import FusedNeuron
 from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
@@ -80,8 +80,8 @@ class Fused:
             found: Tensor = self._value(self._parts.scan.args[1][int(name)], args)  # type: ignore[index]
             return found
         leaf, _, inside = name.partition(".")
-        path, _, own = f"{self._leaves[leaf]}.{inside}".rpartition(".")
-        return getattr(self._module.get_submodule(path), own)  # type: ignore[no-any-return]
+        table, own = owned(self._module, f"{self._leaves[leaf]}.{inside}")
+        return table[own]  # type: ignore[no-any-return]
 
     def _norm(self, args: Sequence[Any]) -> _Norm:
         assert self._parts.norm is not None

@@ -1,0 +1,221 @@
+"""fuse-neurons: what is fused, what stays and why, and that a fused program computes what the module computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import norse.torch as norse
+import pytest
+import snntorch
+import snntorch.surrogate
+import torch
+from spikingjelly.activation_based import neuron, surrogate
+from torch import Tensor, fx, nn
+
+from snnpart import ops, text
+from snnpart.compilation import Options, compile_program
+from snnpart.errors import ConfigError
+from snnpart.neuron_step import NeuronStep, StepError, scan_of_leaf, trace_step
+from snnpart.ops_fused import FusedNeuron, parts
+from snnpart.program import CompiledProgram
+from snnpart.step_code import check_code
+from tests.runtime.kernels.fused import Block, Steps, Written
+
+
+def compiled(model: nn.Module, *shape: int, **options: Any) -> CompiledProgram:
+    given: dict[str, Any] = {"input_layout": "TNCHW", "verify": "off", "fuse": True, **options}
+    x = torch.rand(shape or (4, 2, 5, 6, 6), generator=torch.Generator().manual_seed(0))
+    return compile_program(model, x, Options(**given))[0]
+
+
+def fused_in(program: CompiledProgram) -> list[fx.Node]:
+    return [n for stage in program.stages.values() for n in stage.graph.nodes if isinstance(n.target, FusedNeuron)]
+
+
+def lif(**given: Any) -> nn.Module:
+    return neuron.LIFNode(step_mode="m", surrogate_function=surrogate.ATan(), **given)
+
+
+def test_norm_neuron_and_addition_become_one_node() -> None:
+    program = compiled(Block(lif()))
+    (node,) = fused_in(program)
+    target: Any = node.target
+    found = parts(target.region)
+    assert found.norm is not None and found.residual is not None and found.stacked
+    assert [n.target for n in program.stages[0, 0].graph.nodes if n.target in (ops.batch_norm, torch.add)] == []
+    assert (target.steps, target.state) == (4, "float32")
+
+
+def test_a_plan_that_does_not_say_so_leaves_neurons_alone() -> None:
+    assert fused_in(compiled(Block(lif()), fuse=None)) == []
+    assert fused_in(compiled(Block(lif()), state="carry")) == []
+
+
+class TwoReaders(Block):
+    """The norm's result is read twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+        return self.neuron(y) + y  # type: ignore[no-any-return]
+
+
+class Recorded(Block):
+    """The spikes are read twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        spikes = self.neuron(x)
+        return spikes + x, spikes
+
+
+def test_what_others_read_too_stays_outside() -> None:
+    (node,) = fused_in(compiled(TwoReaders(lif())))
+    found = parts(node.target.region)  # type: ignore[union-attr]
+    assert found.norm is None and found.residual is not None
+    (node,) = fused_in(compiled(Recorded(lif())))
+    assert parts(node.target.region).residual is None  # type: ignore[union-attr]
+
+
+class Twice(nn.Module):
+    """One layer called twice, which hands its state on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = lif()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.neuron(x)
+        second: Tensor = self.neuron(x * 0.5)
+        return first + second
+
+
+class Mixing(Written):
+    """Membranes of one image inhibit each other."""
+
+    def forward(self, x: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        return super().forward(x, None if v is None else v - v.mean((1, 2, 3), keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Twice, "is not fused: it is called 2 times, with state handed on"),
+        (lambda: Block(neuron.PSN(T=4)), "is not fused: it has no single-step form"),
+        (
+            lambda: Block(neuron.LIFNode(step_mode="m", surrogate_function=surrogate.PoissonPass())),
+            "is not fused: its step cannot be recorded",
+        ),
+        (lambda: Steps(Mixing()), "is not fused: there is no kernel text for aten.mean"),
+    ],
+)
+def test_what_stays_is_named_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
+    program = compiled(make())
+    assert fused_in(program) == []
+    assert any(reason in notice for notice in program.notices)
+
+
+def test_a_fused_program_is_text_that_parses_back() -> None:
+    graph = compiled(Block(lif()), neuron_dtype="bfloat16").stages[0, 0].graph
+    written = text.print_fx(graph)
+    assert " = fused 4 bfloat16(" in written
+    assert text.print_fx(text.parse_fx(written)) == written
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("bfloat16", "float8"), "states are not kept in 'float8'"),
+        (("  region\n", "  body\n"), "a fused neuron is followed by its region"),
+    ],
+)
+def test_text_that_is_no_fused_neuron(change: tuple[str, str], message: str) -> None:
+    written = text.print_fx(compiled(Block(lif()), neuron_dtype="bfloat16").stages[0, 0].graph)
+    with pytest.raises(ConfigError, match=message):
+        text.parse_fx(written.replace(*change))
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2, "microbatches": 2}])
+def test_a_fused_program_computes_what_the_module_computes(options: dict[str, Any]) -> None:
+    """The gate compares outputs, gradients and buffers of all ranks with the module's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(lif(), channels=6), Block(lif(v_reset=None), channels=6)).double()
+    x = (torch.rand((4, 4, 6, 5, 5), generator=torch.Generator().manual_seed(0)) * 2).double()
+    program, report = compile_program(model, x, Options(input_layout="TNCHW", fuse=True, **options))
+    assert len(fused_in(program)) >= 2
+    assert report is not None
+
+
+SURROGATES = {
+    name: kind
+    for name, kind in vars(surrogate).items()
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and not name.endswith("Base")
+}
+RANDOM = {"PoissonPass"}
+NEEDS_ARGUMENTS = {"MultiLevelSpikeCount": {"max_spike_count": 4}}
+
+
+def _step(name: str) -> NeuronStep:
+    made = neuron.LIFNode(step_mode="m")
+    made.surrogate_function = SURROGATES[name](**NEEDS_ARGUMENTS.get(name, {}))
+    step = trace_step(scan_of_leaf("neuron", made), 3)
+    check_code(step)
+    return step
+
+
+@pytest.mark.parametrize("name", sorted(set(SURROGATES) - RANDOM))
+def test_every_surrogate_of_spikingjelly_is_generated(name: str) -> None:
+    step = _step(name)
+    assert step.states == 1
+    assert any(node.op == "call_function" for node in step.next.backward.nodes)
+
+
+@pytest.mark.parametrize("name", sorted(RANDOM & set(SURROGATES)))
+def test_a_surrogate_that_draws_is_not(name: str) -> None:
+    with pytest.raises(StepError, match="cannot be recorded"):
+        _step(name)
+
+
+def test_recording_a_step_leaves_the_layer_as_it_was() -> None:
+    layer = lif()
+    layer(torch.rand(3, 2, 4))
+    before = copy.deepcopy(layer.__dict__["_memories"])
+    trace_step(scan_of_leaf("neuron", layer), 2)
+    assert torch.equal(layer.__dict__["_memories"]["v"], before["v"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "straight_through_estimator",
+        "triangular",
+        "fast_sigmoid",
+        "atan",
+        "heaviside",
+        "sigmoid",
+        "spike_rate_escape",
+        "SFS",
+    ],
+)
+def test_surrogates_of_snntorch_are_generated(name: str) -> None:
+    layer = snntorch.Leaky(beta=0.9, spike_grad=getattr(snntorch.surrogate, name)())
+    assert len(fused_in(compiled(Steps(layer)))) == 1
+
+
+def test_a_surrogate_of_snntorch_that_draws_stays() -> None:
+    program = compiled(Steps(snntorch.Leaky(beta=0.9, spike_grad=snntorch.surrogate.SSO())))
+    assert fused_in(program) == []
+    assert "is not fused" in program.notices[0]
+
+
+@pytest.mark.parametrize("name", ["LIFCell", "LICell", "LIFAdExCell", "LIFBoxCell"])
+def test_cells_of_norse_are_fused(name: str) -> None:
+    assert len(fused_in(compiled(Steps(getattr(norse, name)())))) == 1
+
+
+@pytest.mark.parametrize("name", ["IAFCell", "LSNNCell", "LIFRefracCell", "LIFExCell"])
+def test_cells_of_norse_whose_first_step_needs_a_number_stay(name: str) -> None:
+    """They make their first state by `torch.full(shape, parameter)`."""
+    program = compiled(Steps(getattr(norse, name)()))
+    assert fused_in(program) == []
+    assert "its step cannot be recorded" in program.notices[0]
