@@ -1,8 +1,9 @@
 """The collectives of a graph over torch process groups (`ops.Collectives`), with the gradients that `ops` states.
 
 Each collective is an `autograd.Function` which holds its process group, so that backward needs no global state. Pieces
-may have different sizes on the ranks: a gather pads them to the longest and cuts the padding away. gloo cannot
-reduce-scatter every dtype, so there it is an all-reduce followed by the rank's own slice.
+may have different sizes on the ranks: a gather pads them to the longest and cuts the padding away. gloo's
+reduce-scatter moves as many bytes as its all-reduce (torch 2.11 to 2.14), so there it is an all-reduce followed by the
+rank's own slice.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ result lies, and which inputs receive only this rank's part of their gradient. E
     attention, matmul, einsum         shard      S, a batch dim (heads)     S              what lacks the dim
     chunk, split, reshape to q, k, v  shard      S in every section alike   S              -
     pixel_shuffle, pixel_unshuffle    shard      x S(1), in blocks of r*r   S(1)           -
+    glu                               shard      S in both halves alike     S              -
     pooling, resizing, padding        shard      S, not a dim they resize   S              -
     views, cat, reductions, indexing  shard      S, where the dim survives  S              -
     a weight made from others         shard      S, what its reader needs   S              what lacks the dim

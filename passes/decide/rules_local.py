@@ -134,6 +134,8 @@ POOLS = {
         f"avg_pool{space}d",
         f"adaptive_avg_pool{space}d",
         f"adaptive_max_pool{space}d",
+        f"max_pool{space}d_with_indices",
+        f"adaptive_max_pool{space}d_with_indices",
         f"lp_pool{space}d",
     )
 }
@@ -293,6 +295,13 @@ def pool(node: fx.Node, ask: Ask, space: int) -> Row:
     if lane.dim >= len(shape(x)) - space:
         raise Declined("it pools over the sharded dim")
     return row(node, lane, {x: lane})
+
+
+def unpool(node: fx.Node, ask: Ask, space: int) -> Row:
+    """Pooling undone: values and the places they came from lie alike."""
+    found = pool(node, ask, space)
+    places = argument(node, 1, "indices")
+    return row(node, found.output, dict.fromkeys((argument(node, 0, "input"), places), found.output))
 
 
 def resize(node: fx.Node, ask: Ask) -> Row:

@@ -52,6 +52,7 @@ MATRICES: Mapping[Any, Matrix] = {
 }
 _PRODUCT = Matrix(0, 1, 0, None)
 """`x @ W` with a weight of [in, out]."""
+_HIDDEN = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def groups(node: fx.Node) -> int:
@@ -94,11 +95,20 @@ def _einsum_dims(node: fx.Node) -> tuple[int, int, int, int] | None:
 
 
 def einsum_terms(node: fx.Node) -> list[str] | None:
-    """The letters of each operand and of the result; None where the equation has no arrow, dots, or a letter twice."""
-    equation = str(node.args[0]).replace(" ", "")
-    if "->" not in equation or "." in equation:
+    """The letters of each operand and of the result, of which upper-case ones are those of the dots; None where a
+    letter stands twice in one operand."""
+    given, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
+    operands = given.split(",")
+    if len(operands) != len(node.args) - 1:
         return None
-    terms = [*equation.split("->")[0].split(","), equation.split("->")[1]]
+    sizes = [len(shape(n)) - len(term.replace("...", "")) for term, n in zip(operands, node.args[1:])]
+    if not arrow:
+        once = sorted(letter for letter in set(given) - set(",.") if given.count(letter) == 1)
+        result = ("..." if "..." in given else "") + "".join(once)
+    most = max((size for term, size in zip(operands, sizes) if "..." in term), default=0)
+    hidden = "".join(letter for letter in _HIDDEN if letter not in given)[:most]
+    pairs = zip([*operands, result], [*sizes, most])
+    terms = [term.replace("...", hidden[most - size :] if size else "") for term, size in pairs]
     return terms if all(len(set(term)) == len(term) for term in terms) else None
 
 

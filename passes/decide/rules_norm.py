@@ -117,7 +117,7 @@ def einsum(node: fx.Node, ask: Ask) -> Row:
     """A letter of the result may be sharded in every operand that has it."""
     terms = einsum_terms(node)
     if terms is None:
-        raise Declined("its equation has no arrow, dots, or a letter twice in one operand")
+        raise Declined("its equation has a letter twice in one operand")
     operands = node.args[1:]
     source = next(n for n in operands if ask.lane(n) is not None)
     lane = ask.need(source)

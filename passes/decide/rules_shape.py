@@ -279,11 +279,41 @@ def along(node: fx.Node, ask: Ask, position: int, name: str = "dim", default: An
     return row(node, lane, {x: lane})  # type: ignore[dict-item]
 
 
-def reduce(node: fx.Node, ask: Ask) -> Row:
-    """Sums, means and the like over other dims than the sharded one."""
+def last_two(node: fx.Node, ask: Ask) -> Row:
+    """What works on the last two dims: triangles."""
+    x = argument(node, 0, "input")
+    lane = ask.need(x)
+    if lane.dim >= len(shape(x)) - 2:
+        raise Declined("it works along the sharded dim")
+    return row(node, lane, {x: lane})
+
+
+def gated(node: fx.Node, ask: Ask) -> Row:
+    """glu: one half of a dim is gated by the other; the ranks hold the same channels of both."""
+    x = argument(node, 0, "input")
+    lane = ask.need(x)
+    if argument(node, 1, "dim", -1) % len(shape(x)) != lane.dim:
+        return row(node, lane, {x: lane})
+    return row(node, Sharded(lane.dim, of_section(lane.pieces, 2)), {x: lane})
+
+
+def unfold(node: fx.Node, ask: Ask) -> Row:
+    """Patches of images: a channel becomes as many as a patch has pixels."""
+    x = argument(node, 0, "input")
+    lane, out = ask.need(x), next(results(node)).shape
+    if lane.dim != len(shape(x)) - 3:
+        raise Declined("it moves pixels of the sharded dim")
+    factor = out[lane.dim] // shape(x)[lane.dim]
+    return row(node, Sharded(lane.dim, scaled(lane.pieces, factor)), {x: lane})
+
+
+def reduce(node: fx.Node, ask: Ask, position: int = 1, kept: int = 2) -> Row:
+    """Sums, means and the like over other dims than the sharded one; `position` and `kept` are those of dim and
+    keepdim among the arguments."""
     x = argument(node, 0, "input")
     lane, rank = ask.need(x), len(shape(x))
-    dims, keep = argument(node, 1, "dim"), bool(argument(node, 2, "keepdim", False))
+    dims = argument(node, position, "dim")
+    keep = bool(argument(node, kept, "keepdim", False))
     if dims is None or dims == () or isinstance(dims, fx.Node):
         raise Declined("it reduces over all dims")
     gone = {dim % rank for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}

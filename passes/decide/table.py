@@ -69,6 +69,18 @@ def _function_rules() -> dict[Any, Rule]:
     table.update({f: partial(rules_shape.along, position=1) for f in (torch.softmax, torch.log_softmax, torch.cumsum)})
     table.update({f: partial(rules_shape.along, position=1) for f in (torch.narrow, torch.index_select)})
     table[torch.flip] = partial(rules_shape.along, position=1, name="dims")
+    table[torch.roll] = partial(rules_shape.along, position=2, name="dims")
+    table.update({f: partial(rules_shape.along, position=2, default=-1) for f in (torch.topk, torch.diff)})
+    table[torch.sort] = partial(rules_shape.along, position=1, default=-1)
+    table[torch.repeat_interleave] = partial(rules_shape.along, position=2)
+    table.update({f: partial(rules_shape.reduce, kept=3) for f in (torch.std, torch.var)})
+    table[torch.norm] = partial(rules_shape.reduce, position=2, kept=3)
+    table[torch.tile] = rules_shape.expand
+    for space in (1, 2, 3):
+        table[getattr(F, f"max_unpool{space}d")] = partial(rules_local.unpool, space=space)
+    table.update(dict.fromkeys((torch.tril, torch.triu), rules_shape.last_two))
+    table[F.glu] = rules_shape.gated
+    table.update({F.unfold: rules_shape.unfold, F.grid_sample: rules_local.resize})
     table.update(dict.fromkeys((torch.split, torch.chunk), rules_shape.sections))
     table.update(_norm_rules())
     return table

@@ -65,7 +65,7 @@ KEPT_METHODS = frozenset(
 )
 """Methods that stay methods although a torch function of this name may exist (with other arguments)."""
 
-VARIADIC = frozenset({"reshape", "view", "permute", "expand", "repeat", "flip"})
+VARIADIC = frozenset({"reshape", "view", "permute", "expand", "repeat", "flip", "tile"})
 """Methods that take their sizes or dims one by one as well as in a tuple."""
 
 

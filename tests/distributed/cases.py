@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from spikingjelly.activation_based.neuron import LIFNode
 from torch import Tensor, nn
 
-from tests.neurons import LIF
+from tests.neurons import LIF, Spike
 from tests.neurons import data as det
 from tests.neurons import fill as filled
 
@@ -172,6 +172,89 @@ class Tied(nn.Module):
         return out
 
 
+class Naive(torch.autograd.Function):
+    """A spike whose surrogate, the derivative of a steep sigmoid, overflows in float32 (case A23)."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return (u >= 0).to(u)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (u,) = ctx.saved_tensors
+        return grads[0] * 25 * torch.exp(-25 * u) / (torch.exp(-25 * u) + 1) ** 2
+
+
+class Overflowing(nn.Module):
+    """The last of four hidden channels is far below its threshold: [N, 3] -> [N, 2], float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.h = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.h(Naive.apply(self.l(x)))
+        return out
+
+
+def overflowing() -> nn.Module:
+    model = fill(Overflowing(), scale=0.3).float()
+    with torch.no_grad():
+        model.l.bias[3] = -5.0
+    return model
+
+
+class Mobile(nn.Module):
+    """Depthwise and pointwise convolutions, a grouped one, residuals: [N, 3, 8, 8] -> [N, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.b0, self.n0 = (
+            nn.Conv2d(3, 6, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            LIF(vth=0.1),
+        )
+        self.up, self.b1, self.n1 = nn.Conv2d(6, 10, 1, bias=False), nn.BatchNorm2d(10), LIF(vth=0.1)
+        self.depth = nn.Conv2d(10, 10, 3, padding=1, groups=10, bias=False)
+        self.b2, self.n2 = nn.BatchNorm2d(10), LIF(vth=0.1)
+        self.down, self.b3 = nn.Conv2d(10, 6, 1, bias=False), nn.BatchNorm2d(6)
+        self.group, self.n3 = nn.Conv2d(6, 8, 3, padding=1, groups=2), LIF(vth=0.1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.n0(self.b0(self.stem(x)))
+        y = self.n2(self.b2(self.depth(self.n1(self.b1(self.up(x))))))
+        x = x + self.b3(self.down(y))
+        out: Tensor = self.head(self.n3(self.group(x)).mean((2, 3)))
+        return out
+
+
+class Plif(nn.Module):
+    """Thresholds of every channel and one learned time constant; time in dim 0 (case A12)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.th, self.w = nn.Parameter(torch.linspace(0.1, 0.9, channels)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, xs: Tensor) -> Tensor:
+        v: Any = 0
+        out = []
+        for x in xs:
+            v = v + (x - v) * self.w.sigmoid()
+            z = Spike.apply(v - self.th)
+            v = v * (1 - z.detach())
+            out.append(z)
+        return torch.stack(out)
+
+
+def thresholds() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 7), Plif(7), nn.Linear(7, 5), Plif(5)).double()
+    fill(model[0], scale=0.9)
+    fill(model[2], k=0.51, scale=0.9)
+    return model
+
+
 def mlp(scale: float = 0.5, **lif: Any) -> nn.Module:
     return fill(nn.Sequential(nn.Linear(4, 6), LIF(**lif), nn.Linear(6, 3), LIF()), scale=scale)
 
@@ -274,6 +357,19 @@ CASES: dict[str, Case] = {
             scale=0.9,
         ),
         lambda: [(det(10, 4) * 2, torch.arange(10) % 3)],
+        loss=F.cross_entropy,
+    ),
+    "A12": Case(
+        thresholds,
+        lambda: [(det(6, 3, 4, k=0.7 + 0.1 * i) * 2, det(6, 3, 5, k=0.11)) for i in range(2)],
+        batch_dim=1,
+        target_dim=1,
+        options={"input_layout": "TNF"},
+    ),
+    "A23": Case(overflowing, lambda: [(det(5, 3).float(), torch.arange(5) % 2)], loss=F.cross_entropy),
+    "mobile": Case(
+        lambda: fill(Mobile(), scale=0.9),
+        lambda: [(det(6, 3, 8, 8, k=0.3 + 0.2 * i) * 2, torch.arange(6) % 3) for i in range(2)],
         loss=F.cross_entropy,
     ),
     "narrow": Case(

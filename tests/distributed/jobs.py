@@ -75,6 +75,19 @@ def run_case(name: str, *, learn: bool = False, clip: float | None = None, **top
     return result
 
 
+def run_overflow() -> dict[str, Any]:
+    """One step of case A23 over two tp ranks: what is raised, and the state after it."""
+    running, _ = launch_case("A23", learn=True, clip=1.0, tp=2, microbatches=1, shard={"l": "column"})
+    (x, y), error = CASES["A23"].batches()[0], "nothing"
+    try:
+        running.train_step(x, y, F.cross_entropy)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    result = {"error": error, "state": running.state_dict()}
+    running.close()
+    return result
+
+
 def launch_case(name: str, *, learn: bool = False, clip: float | None = None, **topology: Any) -> tuple[Any, Any]:
     """The case's network, compiled and launched; with `learn` by SGD with momentum."""
     compiled = compile_case(CASES[name], **topology)
@@ -98,8 +111,8 @@ def ramp(out: Any, _: Any) -> Tensor:
     return torch.stack([(x * torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)).mean() for x in leaves]).sum()
 
 
-def run_zoo(name: str, **topology: Any) -> dict[str, Any]:
-    """One step of a model of the zoo, dp rank r on the example inputs of seed r: loss, gradients, state, outputs."""
+def launch_zoo(name: str, optimizer: Any = None, **topology: Any) -> tuple[Any, RunningProgram]:
+    """A model of the zoo, and it launched."""
     from tests.zoo import ZOO
 
     model = ZOO[name]
@@ -108,8 +121,23 @@ def run_zoo(name: str, **topology: Any) -> dict[str, Any]:
     options = {"in_dims": model.in_dims, "time_steps": model.steps, "verify": "off", **topology}
     if model.steps and model.time_dim is not None:
         options |= {"in_dims": None, "input_layout": layout(model)}
-    running = parallelize(module, example_inputs=inputs, **options).launch()
+    running = parallelize(module, example_inputs=inputs, **options).launch(optimizer)
     assert isinstance(running, RunningProgram)
+    return model, running
+
+
+def train_zoo(name: str, **topology: Any) -> dict[str, Any]:
+    """Two steps of SGD on the example inputs of seeds 0 and 1: losses, state, outputs for the first."""
+    model, running = launch_zoo(name, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), **topology)
+    losses = [running.train_step(model.inputs(seed=seed), torch.zeros(2), ramp).item() for seed in range(2)]
+    result = {"losses": losses, "state": running.state_dict(), "outputs": running.eval_step(model.inputs(seed=0))}
+    running.close()
+    return result
+
+
+def run_zoo(name: str, **topology: Any) -> dict[str, Any]:
+    """One step of a model of the zoo, dp rank r on the example inputs of seed r: loss, gradients, state, outputs."""
+    model, running = launch_zoo(name, **topology)
     mine = model.inputs(seed=running.ranks.at.dp)
     loss = running.train_step(mine, torch.zeros(2), ramp).item()
     result = {"loss": loss, "gradients": running.gradients(), "state": running.state_dict()}

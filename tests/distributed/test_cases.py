@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from snnpart import schedules
 from snnpart.errors import PlanError
 from snnpart.plan import Plan
-from tests.distributed.cases import CASES, LIF, Case, reset
+from tests.distributed.cases import CASES, LIF, Case, Plif, reset
 from tests.distributed.compiled import compile_case
 from tests.distributed.pool import Pool
 from tests.distributed.reference import OneProcess, assert_same
@@ -54,7 +55,7 @@ def assert_active(model: nn.Module, call: Any) -> None:
     hooks = [
         module.register_forward_hook(lambda m, args, out, p=path: rates.setdefault(p, []).append(out.mean().item()))
         for path, module in model.named_modules()
-        if isinstance(module, LIF)
+        if isinstance(module, LIF | Plif)
     ]
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
     call()
@@ -206,6 +207,28 @@ def test_a_stage_with_nothing_to_learn(pool: Pool, ranks: int, how: dict[str, An
     results = check(pool, "still", ranks, {**how, "microbatches": 2}, learn=True)
     assert results[-1]["owned"] == ["h.weight", "h.bias"]
     assert set(results[-1]["gradients"]) == {"l.weight", "l.bias"}
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a12_thresholds_of_channels_learn(pool: Pool, tp: int) -> None:
+    """Odd widths, a threshold for each channel, one time constant for all; two steps of an optimizer."""
+    check(pool, "A12", tp, {"tp": tp}, learn=True)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_depthwise_and_grouped_networks_learn(pool: Pool, tp: int) -> None:
+    check(pool, "mobile", tp, {"tp": tp}, learn=True, clip=0.5)
+
+
+def test_a23_a_gradient_that_is_not_finite_stops_every_rank(pool: Pool) -> None:
+    """The last channel's surrogate overflows, on the rank that holds it: all ranks say so, and none takes the step."""
+    model, (x, y) = CASES["A23"].model(), CASES["A23"].batches()[0]
+    F.cross_entropy(model(x), y).backward()
+    assert torch.isnan(model.l.weight.grad).any(1).tolist() == [False, False, False, True], "the user's own function"
+    for result in pool.run("tests.distributed.jobs:run_overflow", ranks=2):
+        wanted = "LaunchError: the gradients of 'l.bias' (stage 0), 'l.weight' (stage 0) hold NaN or Inf"
+        assert result["error"].startswith(wanted), result["error"]
+        assert_same(result["state"], dict(CASES["A23"].model().state_dict()), 0.0)
 
 
 @pytest.mark.parametrize(

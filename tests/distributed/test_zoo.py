@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,35 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("spikformer", 4, {"tp": 2, "pp": 2, "schedule": "zbv", "microbatches": 2}),
     ("unet", 2, {"pp": 2, "schedule": "zbv", "microbatches": 2}),
 ]
+
+
+SHARDED = (
+    "small_sew-m", "ms_resnet", "plif_mnist-m", "spiking_vgg11_bn-m", "spikformer", "qkformer",
+    "spike_driven_transformer", "snntorch_leaky", "snntorch_rleaky", "norse_sequential", "norse_lsnn",
+    "handwritten_lif", "unet", "recurrent", "tied",
+)  # fmt: skip
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in SHARDED if name in ZOO])
+def test_two_optimizer_steps_over_tp_ranks(pool: Pool, name: str, tp: int) -> None:
+    """Losses, outputs, parameters and statistics after two steps of SGD with momentum."""
+    model = ZOO[name]
+    module, _ = model.build()
+    without_dropout(module)
+    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    call = lambda m, x: model.call(told(m, x.shape[model.in_dims]), (x,))  # noqa: E731
+    one = OneProcess(module, optimizer=optimizer, reset=reset_state, batch_dim=model.in_dims, call=call)
+    batches = [model.inputs(seed=seed)[0] for seed in range(2)]
+    losses = [one.train_step([(x, torch.zeros(2))], ramp) for x in batches]
+    outputs, state = one.evaluate(batches[0]), module.state_dict()
+    job = "tests.distributed.jobs:train_zoo"
+    for result in pool.run(job, ranks=tp, timeout=400.0, name=name, tp=tp, microbatches=1):
+        assert result["losses"] == pytest.approx(losses, abs=1e-9)
+        assert_same(*({k: s[k] for k in state if not is_neuron_state(module, k)} for s in (result["state"], state)))
+        for made, right in zip(*map(pytree.tree_leaves, (result["outputs"], outputs)), strict=True):
+            torch.testing.assert_close(made, right, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from snnpart import parallelize
 from snnpart.errors import TraceError
 from snnpart.frameworks import adapter_for, preserved, reset_state
 from snnpart.trace import trace
@@ -187,8 +188,7 @@ def test_a_model_that_was_just_run_can_be_reset_and_copied() -> None:
     assert torch.equal(copy.deepcopy(net)(x), want)
 
 
-def test_the_registry_of_instances_does_not_grow() -> None:
-    """Casebook A19."""
+def test_a19_the_registry_of_instances_does_not_grow() -> None:
     snn = pytest.importorskip("snntorch")
     net = nn.Sequential(nn.Linear(3, 4), snn.Leaky(beta=0.9, init_hidden=True))
     before = len(snn.SpikingNeuron.instances)
@@ -197,6 +197,7 @@ def test_the_registry_of_instances_does_not_grow() -> None:
             reset_state(net)
             net(torch.randn(2, 3))
             adapter_for(net[1]).infer(net[1], (torch.randn(2, 4),), {})
+        parallelize(net, tp=2, example_inputs=torch.randn(2, 3), time_steps=2).report()
     gc.collect()
     assert len(snn.SpikingNeuron.instances) == before
 

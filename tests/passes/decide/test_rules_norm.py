@@ -83,6 +83,34 @@ FOLLOW: Mapping[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], str]]] = 
     "group norm without pixels": lambda: _tokens(
         9, lambda m, x: m.n(m.proj(x).flatten(0, 1)) ** 2, n=_random(nn.GroupNorm(1, 9))
     ),
+    "roll": lambda: _image(7, lambda m, x: torch.roll(m.conv(x), 1, 2) * m.conv(x)),
+    "topk": lambda: _image(7, lambda m, x: m.conv(x).flatten(2).topk(3, -1)[0] ** 2),
+    "sort": lambda: _image(7, lambda m, x: m.conv(x).sort(2)[0] ** 2),
+    "repeat interleave": lambda: _image(7, lambda m, x: m.conv(x).repeat_interleave(2, 2) ** 2),
+    "tile": lambda: _image(7, lambda m, x: m.conv(x).tile(1, 1, 2, 1) ** 2),
+    "deviation": lambda: _image(7, lambda m, x: m.conv(x).std((2, 3))),
+    "variance": lambda: _image(7, lambda m, x: m.conv(x).var((2, 3), keepdim=True)),
+    "length": lambda: _image(7, lambda m, x: m.conv(x).norm(dim=(2, 3))),
+    "diff": lambda: _image(7, lambda m, x: torch.diff(m.conv(x), dim=2) ** 2),
+    "triangle": lambda: _image(7, lambda m, x: torch.tril(m.conv(x)) ** 2),
+    "glu": lambda: _image(12, lambda m, x: F.glu(m.conv(x), 1)),
+    "glu of rows": lambda: _image(7, lambda m, x: F.glu(m.conv(x), 2)),
+    "unfold": lambda: _image(7, lambda m, x: F.unfold(m.conv(x), 2) ** 2),
+    "grid sample": lambda: _image(
+        7, lambda m, x: F.grid_sample(m.conv(x), x[:, :, :3, :2].permute(0, 2, 3, 1).tanh(), align_corners=False)
+    ),
+    "unpool": lambda: _image(
+        7, lambda m, x: F.max_unpool2d(*F.max_pool2d(m.conv(x), 2, return_indices=True), 2) ** 2
+    ),
+    "einsum with dots": lambda: _tokens(
+        6, lambda m, x: torch.einsum("...c,dc->...d", m.proj(x), m.w), w=nn.Parameter(torch.randn(3, 6))
+    ),
+    "einsum of heads with dots": lambda: _tokens(
+        12, lambda m, x: torch.einsum("...td,...sd->...ts", _heads(m.proj(x), 3), _heads(m.proj(x), 3).tanh())
+    ),
+    "einsum without a result": lambda: _tokens(
+        6, lambda m, x: torch.einsum("btc,cd", m.proj(x), m.w), w=nn.Parameter(torch.randn(6, 3))
+    ),
     "normalize": lambda: _image(7, lambda m, x: F.normalize(m.conv(x), dim=2)),
     "prelu": lambda: _image(7, lambda m, x: m.slope(m.conv(x)), slope=nn.PReLU(7)),
     "pixel shuffle": lambda: _image(16, lambda m, x: F.pixel_shuffle(m.conv(x), 2) ** 2),
