@@ -115,8 +115,8 @@ def broken_program() -> tuple[str, str]:
 
 
 def many_shapes() -> dict[str, Any]:
-    """Four numbers of steps and four batch sizes, train and eval, of which two graphs are kept, three times over: what is
-    alive after each round."""
+    """Four numbers of steps and four batch sizes, train and eval, three times over, with two graphs kept: what is alive
+    after each round."""
     signatures.KEPT = 2
     program = parallelize(fill(Moody()), pp=2, example_inputs=det(3, 4, 4), input_layout="TNF", verify="off")
     running = program.launch(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
