@@ -4,6 +4,8 @@
 - `training` is answered with a `TrainingFlag` (a property of the class goes before the instance's own entry). A module
   that is in another mode than the model (a frozen BatchNorm) keeps its own mode, whatever the program's.
 - `_BatchNorm.forward` records one node, also when a framework's subclass calls it through `super()`.
+- a function made with `torch.jit.script` runs its Python code: its kernels are called below autograd, where a recorded
+  node would have no gradient.
 - autocast with enabled=True is refused: the graph's values would have other dtypes than its nodes say.
 """
 
@@ -16,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snnpart.compat import BatchNormBase, InstanceNormBase
+from snnpart.compat import BatchNormBase, InstanceNormBase, python_of_script
 from snnpart.trace.leaves import Modules, call_leaf
-from snnpart.trace.norms import record_batch_norm
+from snnpart.trace.norms import instance_norm_updating, record_batch_norm
 from snnpart.trace.patches import patched
 from snnpart.trace.recorder import Recorder
 
@@ -31,8 +33,9 @@ def modules_recorded(recorder: Recorder, modules: Modules) -> Iterator[None]:
         (nn.Module, "training", _training(recorder, modules)),
         (BatchNormBase, "forward", _batch_norm(recorder, BatchNormBase.forward)),
         (nn.SyncBatchNorm, "forward", _batch_norm(recorder, nn.SyncBatchNorm.forward)),
-        (InstanceNormBase, "forward", _instance_norm(recorder)),
+        (InstanceNormBase, "_apply_instance_norm", _instance_norm(recorder)),
         (torch.autocast, "__enter__", _autocast(recorder)),
+        (torch.jit.ScriptFunction, "__call__", _scripted(recorder)),
     ]
     with patched(patches), modules.guarded():
         yield
@@ -106,18 +109,24 @@ def _batch_norm(recorder: Recorder, original: Any) -> Any:
 
 
 def _instance_norm(recorder: Recorder) -> Any:
-    original = InstanceNormBase.forward
+    original = InstanceNormBase._apply_instance_norm
 
-    def forward(module: InstanceNormBase, x: Tensor) -> Tensor:
-        if not recorder.paused and module.running_mean is not None and module.training:
-            raise recorder.error(
-                f"{type(module).__name__} with track_running_stats=True updates running statistics in training mode, "
-                "which is not supported yet",
-                "build it with track_running_stats=False, or keep it in eval mode",
-            )
-        return original(module, x)
+    def _apply_instance_norm(module: InstanceNormBase, x: Tensor) -> Tensor:
+        if recorder.paused or module.running_mean is None or not module.training:
+            return original(module, x)
+        return instance_norm_updating(module, x)
 
-    return forward
+    return _apply_instance_norm
+
+
+def _scripted(recorder: Recorder) -> Any:
+    original = torch.jit.ScriptFunction.__call__
+
+    def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:
+        source = None if recorder.paused else python_of_script(function)
+        return original(function, *args, **kwargs) if source is None else source(*args, **kwargs)
+
+    return __call__
 
 
 def _autocast(recorder: Recorder) -> Any:

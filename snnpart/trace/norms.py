@@ -1,6 +1,10 @@
-"""BatchNorm as one node, `ops.batch_norm`, that holds for training and eval mode.
+"""Norms that keep running statistics.
 
-The layer's running statistics must be tensors of the network: the node updates them where they are.
+BatchNorm is one node, `ops.batch_norm`, that holds for training and eval mode. The layer's running statistics must be
+tensors of the network: the node updates them where they are.
+
+InstanceNorm in training is what torch's kernel does, written out: the norm without statistics, and writes into the
+running ones. They move towards the mean over the batch of every sample's statistics.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snnpart import ops
+from snnpart.compat import InstanceNormBase
 from snnpart.trace.cells import Call, How
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.recorder import Recorder
@@ -49,3 +54,20 @@ def _infer(recorder: Recorder, fakes: list[Tensor | None], use_batch: bool) -> T
         if use_batch:
             return F.batch_norm(x, None, None, weight, bias, True)
         return F.batch_norm(x, mean, var, weight, bias, False)
+
+
+def instance_norm_updating(module: InstanceNormBase, x: Tensor) -> Tensor:
+    """The forward of an instance norm in training that tracks statistics; to be run while it is recorded.
+
+    Args:
+        module: with `running_mean` and `running_var`.
+        x: [N, C, ...].
+    """
+    mean, var = module.running_mean, module.running_var
+    assert mean is not None and var is not None
+    out = F.instance_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
+    with torch.no_grad():
+        seen, dims = x.detach().to(mean.dtype), tuple(range(2, x.dim()))
+        mean.lerp_(seen.mean(dims).mean(0), module.momentum or 0.0)
+        var.lerp_(seen.var(dims).mean(0), module.momentum or 0.0)
+    return out

@@ -329,12 +329,34 @@ def test_everything_is_put_back_after_a_failure() -> None:
     assert model.training is True
 
 
-def test_an_instance_norm_that_updates_statistics_is_refused_by_the_name_of_its_option() -> None:
-    model = fill(nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(3, track_running_stats=True)))
-    with pytest.raises(TraceError, match="updates running statistics in training mode") as caught:
-        trace(model, data(2, 3, 4))
-    assert "track_running_stats=False" in caught.value.fix and "module '1'" in caught.value.where
-    check(model.eval(), data(2, 3, 4), training=False)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(nn.InstanceNorm1d, (2, 3, 4)), (nn.InstanceNorm2d, (2, 3, 4, 5)), (nn.InstanceNorm3d, (2, 3, 2, 4, 4))],
+)
+def test_an_instance_norm_with_running_statistics(kind: Any, shape: Any, momentum: Any, training: bool) -> None:
+    norm = kind(3, track_running_stats=True, affine=True, momentum=momentum)
+    model = fill(nn.Sequential(norm, nn.Linear(shape[-1], 4)))
+    norm.running_mean.copy_(data(3)), norm.running_var.copy_(data(3).abs() + 0.5)
+    model.train(training)
+    graph = check(model, data(*shape), others=data(5, *shape[1:], k=0.3), training=training)
+    written = {node.args[0].target for node in graph.graph.nodes if node.target is ops.assign}
+    assert written == ({"0.running_mean", "0.running_var"} if training else set())
+    assert graph.training_specialised
+
+
+def test_an_instance_norm_called_at_every_step_updates_as_often() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.InstanceNorm1d(3, track_running_stats=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.norm(step) for step in x])
+
+    check(fill(Twice()), data(4, 2, 3, 5), in_dims=1)
+    check(fill(Twice()), data(4, 3, 5), in_dims=None)
 
 
 def test_a_wrong_shape_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -349,3 +371,43 @@ def test_a_model_made_in_inference_mode_is_refused() -> None:
         model = nn.Sequential(nn.Linear(4, 4), Old())
     with pytest.raises(TraceError, match=r"parameter '0.weight' was made inside torch.inference_mode\(\)"):
         trace(model, torch.zeros(3, 4))
+
+
+@torch.jit.script
+def scripted_charge(x: Tensor, tau: float) -> Tensor:
+    v = torch.zeros_like(x[0])
+    steps = []
+    for t in range(x.shape[0]):
+        v = (1.0 - 1.0 / tau) * v + x[t] / tau
+        steps.append(v)
+    return torch.stack(steps)
+
+
+def test_a_scripted_function_keeps_its_gradient() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(Spike.apply(scripted_charge(self.a(x), 2.0) - 0.2))
+
+    check(fill(Net()), data(3, 5, 4) * 2, in_dims=1, time_dims=0)
+
+
+def test_a_scripted_module_is_refused_at_the_line_that_calls_it() -> None:
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 5), torch.jit.script(Double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    with pytest.raises(TraceError, match=r"TorchScript calls 'aten\.mul") as caught:
+        trace(fill(Net()), data(3, 4))
+    assert "module 'b'" in str(caught.value)
