@@ -230,7 +230,8 @@ class Checkpointer:
 
     def _on_rank_0(self, function: Any) -> Any:
         """The function's result on rank 0, on every rank; what it raises, too."""
-        ranks, problem, result = self._running.ranks, None, None
+        ranks, result = self._running.ranks, None
+        problem: Exception | None = None
         if ranks.rank == 0:
             try:
                 result = function()

@@ -112,7 +112,7 @@ class Contents:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's numbers of a tensor that FSDP2 may have cut."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def prepare_optimizer(running: RunningProgram, stored: Mapping[str, tuple[int, ...]]) -> None:

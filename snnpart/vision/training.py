@@ -50,7 +50,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         LaunchError: the loss is no number; the last checkpoint is named.
     """
     data = build.make_data(config)
-    launched = {"optimizer": build.optimizer_factory(config), "clip_grad_norm": config.grad_clip}
+    launched: dict[str, Any] = {"optimizer": build.optimizer_factory(config), "clip_grad_norm": config.grad_clip}
     with opened(config, data.training, "training", **launched) as session:
         log = Log(config.log, session.running.ranks.rank == 0, config.tensorboard)
         trainer = Trainer(config, session, data, log)
