@@ -49,6 +49,7 @@ class Buckets(Alone):
     def __init__(self, stage: Stage, axis: Axis) -> None:
         super().__init__(stage, axis)
         self._learned = [p for p in stage.module.parameters() if p.requires_grad]
+        """All dense: `Stage` makes its own copies."""
         self._buckets: list[_Bucket] | None = None
         self._left_out: list[nn.Parameter] = []
         self._place: dict[int, int] = {}
@@ -125,7 +126,7 @@ class Buckets(Alone):
                 fix="use the same outputs in every loss, or launch again when the loss changes",
             )
         with torch.no_grad():
-            bucket.flat = torch.cat([p.grad.reshape(-1) for p in bucket.parameters if p.grad is not None])
+            bucket.flat = torch.cat([_in_memory_order(p.grad, p) for p in bucket.parameters if p.grad is not None])
         mean = dist.ReduceOp.AVG if dist.get_backend(self.axis.group) == "nccl" else dist.ReduceOp.SUM
         bucket.work = dist.all_reduce(bucket.flat, mean, group=self.axis.group, async_op=True)
 
@@ -137,8 +138,17 @@ class Buckets(Alone):
             bucket.flat.div_(self.axis.size)
         pieces = bucket.flat.split([p.numel() for p in bucket.parameters])
         for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
+            parameter.grad = piece.as_strided(parameter.size(), parameter.stride(), piece.storage_offset())
         bucket.flat = bucket.work = None
+
+
+def _in_memory_order(grad: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient's numbers [numel] in the order in which the parameter lies in memory, as fused optimizers want."""
+    if grad.stride() != parameter.stride():
+        grad = torch.empty_strided(parameter.size(), parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(
+            grad
+        )
+    return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
 
 
 def _fits(bucket: _Bucket, parameter: nn.Parameter) -> bool:

@@ -155,3 +155,20 @@ def overflow(**topology: Any) -> dict[str, Any]:
     changed = any(not torch.equal(before[name], value) for name, value in running.named_parameters())
     running.close()
     return {"unchanged": unchanged, "scale": scale, "changed": changed}
+
+
+def lying_otherwise(execution: str) -> dict[str, Any]:
+    """Weights with channels last, as kernels want them, under dp."""
+    running = parallelize(
+        gpu.make_net().double(), example_inputs=gpu.batch(0)[0].double(), input_layout="NCHW", time_steps=2,
+        verify="off", channels_last=True,
+    ).launch(OPTIMIZERS["adamw"], execution=execution)  # fmt: skip
+    assert isinstance(running, RunningProgram)
+    losses = []
+    for number in range(3):
+        x, y = (dp_share(part[:6], 0, running.ranks) for part in gpu.batch(number))
+        losses.append(running.train_step(x.double(), y, gpu.loss_fn).item())
+    orders = {p.is_contiguous() for p in running.parameters()}
+    result = {"losses": losses, "state": running.state_dict(), "orders": orders}
+    running.close()
+    return result

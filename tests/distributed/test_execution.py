@@ -105,3 +105,11 @@ def test_autocast_on_ranks(pool: Pool, precision: str, how: dict[str, Any]) -> N
 def test_an_overflow_anywhere_is_one_everywhere(pool: Pool, how: dict[str, Any]) -> None:
     for found in pool.run(JOBS + "overflow", ranks=2, **how):
         assert found == {"unchanged": True, "scale": 2.0**59, "changed": True}
+
+
+def test_weights_that_lie_with_channels_last(pool: Pool) -> None:
+    eager, static = (pool.run(JOBS + "lying_otherwise", ranks=2, execution=e) for e in ("eager", "cuda_graph"))
+    for want, got in zip(eager, static, strict=True):
+        assert want["orders"] == got["orders"] == {True, False}
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert_same(got["state"], want["state"])
