@@ -2,8 +2,8 @@
 
 Both run the same network on the same two ranks, in turn, a step of one after a step of the other: evaluation, and
 training (forward, cross-entropy, backward, no optimizer). The peer is SpikingJelly's own builder with a process group
-of the two ranks. Ours shares every layer (`shard="max"`), and, beside it, as the cost model finds fastest (`time`), which
-may leave layers whole; the profile is measured on these ranks and this link.
+of the two ranks. Ours shares every layer (`shard="max"`), and, beside it, what the cost model finds fastest (`time`),
+which may leave layers whole; the profile is measured on these ranks and this link.
 """
 
 from __future__ import annotations
