@@ -32,7 +32,7 @@ NETS = (
 )
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [name for name in NETS if name in ZOO])
 def test_the_graph_is_the_one_traced_without_known_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = ZOO[name].build()
     with_them = print_graph(trace(module, inputs, **ZOO[name].dims))
