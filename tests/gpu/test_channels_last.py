@@ -1,4 +1,4 @@
-"""One GPU: in a spiking ResNet with fused neurons only the input's layout changes, in forward and in backward."""
+"""One GPU: in a spiking ResNet with fused neurons layouts change at the two ends only, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.layouts import LayoutChanges
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def test_one_conversion_in_a_step_of_sew_resnet() -> None:
+def test_layouts_change_at_the_ends_of_sew_resnet() -> None:
     from spikingjelly.activation_based import functional, neuron, surrogate
     from spikingjelly.activation_based.model import sew_resnet
 
@@ -40,7 +40,8 @@ def test_one_conversion_in_a_step_of_sew_resnet() -> None:
         found = running.train_step(x, y, loss)
     gradients = running.gradients()
     running.close()
-    assert len(changes.found) == 1, changes.found
+    # the input on its way in, and the gradient on its way back into the last layer, which the mean over places spreads
+    assert changes.found == ["aten.clone.default (32, 3, 64, 64)", "aten.copy_.default (32, 512, 2, 2)"]
     net.train()
     reset_state(net)
     for _ in range(2):
