@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from snnpart import simulate
 from snnpart.costs import CPU
@@ -50,6 +51,18 @@ def _attend(step: Step, x: Tensor, *_: Tensor) -> Tensor:
     return ((q @ k.transpose(2, 3)) @ v * 0.1).reshape(x.shape[0], step.size, *x.shape[2:])
 
 
+def _patches(x: Tensor) -> Tensor:
+    """Patches of 2 x 2 pixels as channels, brought back to 4 x 4."""
+    small = F.unfold(x, 2, stride=2).reshape(x.shape[0], -1, 2, 2)
+    return small.repeat_interleave(2, 2).tile(1, 1, 1, 2)
+
+
+def _tokens(step: Step, x: Tensor) -> Tensor:
+    """A layer of attention over pixels."""
+    tokens = x.flatten(2).transpose(1, 2)
+    return step.layers[0](tokens, tokens, tokens, need_weights=False)[0].transpose(1, 2).reshape(x.shape)
+
+
 APPLY: dict[str, Callable[..., Tensor]] = {
     "conv": _layer,
     "conv1": _layer,
@@ -67,6 +80,16 @@ APPLY: dict[str, Callable[..., Tensor]] = {
     "attend": _attend,
     "where": lambda s, x, *_: torch.where(x > 0, x, 0.3 * x.flip(2)),
     "channels": lambda s, x, *_: x - x.mean(1, keepdim=True),
+    "features": lambda s, x, *_: s.layers[0](x.movedim(1, -1)).movedim(-1, 1),
+    "rms": lambda s, x, *_: s.layers[0](x.movedim(1, -1)).movedim(-1, 1),
+    "one group": _layer,
+    "weight norm": _layer,
+    "gated": lambda s, x, *_: F.glu(s.layers[0](x), 1),
+    "pixels": lambda s, x, *_: F.pixel_unshuffle(F.pixel_shuffle(s.layers[0](x), 2), 2),
+    "patches": lambda s, x, *_: _patches(x),
+    "resize": lambda s, x, *_: F.interpolate(F.max_pool2d(x, 2), scale_factor=2, mode="bilinear"),
+    "product": lambda s, x, *_: torch.einsum("nc...,cd->nd...", x, s.layers[0].weight),
+    "layer of attention": lambda s, x, *_: _tokens(s, x),
 }
 
 
@@ -115,7 +138,20 @@ def _make(kind: str, size: int, other: int, out: int) -> tuple[tuple[nn.Module, 
         return (nn.Conv2d(size, out, 1), nn.Conv2d(other, out, 3, padding=1)), out
     if kind == "attend":
         return ((nn.Conv2d(size, 3 * out, 1),) if out % 2 == 0 else None), out
-    norms = {"batch norm": nn.BatchNorm2d(size), "group norm": nn.GroupNorm(2 - size % 2, size)}
+    if kind in ("weight norm", "gated", "pixels"):
+        made = {"weight norm": out, "gated": 2 * out, "pixels": 4 * out}[kind]
+        conv = nn.Conv2d(size, made, 1)
+        return (weight_norm(conv) if kind == "weight norm" else conv,), made if kind == "pixels" else out
+    if kind == "patches":
+        return (), 4 * size
+    if kind == "product":
+        return (nn.Linear(out, size, bias=False),), out
+    if kind == "layer of attention":
+        return ((nn.MultiheadAttention(size, 2, batch_first=True),) if size % 2 == 0 else None), size
+    norms = {
+        "batch norm": nn.BatchNorm2d(size), "group norm": nn.GroupNorm(2 - size % 2, size),
+        "features": nn.LayerNorm(size), "rms": nn.RMSNorm(size), "one group": nn.GroupNorm(1, size),
+    }  # fmt: skip
     return ((norms[kind],) if kind in norms else (nn.LayerNorm(4),) if kind == "layer norm" else ()), size
 
 

@@ -1,7 +1,7 @@
 """torch's own modules, and modules that no framework's adapter knows.
 
-Recurrent and attention modules of torch run fused kernels, and a ScriptModule has no Python to follow: all of them
-stay whole. Everything else is traced through.
+Recurrent modules and transformer layers of torch run fused kernels, and a ScriptModule has no Python to follow: all of
+them stay whole, and so does attention with dropout or extra keys. Everything else is traced through.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ _OPAQUE = (
 )
 
 
+def _is_plain_attention(module: nn.Module) -> bool:
+    """Whether it is attention that the tracer can write out: torch's own forward, one width, nothing drawn or added."""
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
+        return False
+    plain = module.bias_k is None and not module.add_zero_attn and module.dropout == 0
+    return plain and module._qkv_same_embed_dim
+
+
 class TorchAdapter(Adapter):
     """The adapter of last resort: torch's fused modules are leaves, no module is a neuron."""
 
@@ -32,7 +40,7 @@ class TorchAdapter(Adapter):
         return True
 
     def is_leaf(self, module: nn.Module) -> bool:
-        return isinstance(module, _OPAQUE)
+        return isinstance(module, _OPAQUE) and not _is_plain_attention(module)
 
     def transient_names(self, module: nn.Module) -> frozenset[str]:
         return frozenset({"_flat_weights", "_flat_weight_refs"}) if isinstance(module, nn.RNNBase) else frozenset()

@@ -3,6 +3,7 @@
 - `__call__` keeps the path of the running module and records leaves as `call_module`.
 - `training` is answered with a `TrainingFlag` (a property of the class goes before the instance's own entry). A module
   that is in another mode than the model (a frozen BatchNorm) keeps its own mode, whatever the program's.
+- `MultiheadAttention.forward` is written out as plain operations.
 - `_BatchNorm.forward` records one node, also when a framework's subclass calls it through `super()`.
 - a function made with `torch.jit.script` runs its Python code: its kernels are called below autograd, where a recorded
   node would have no gradient.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from snnpart.compat import BatchNormBase, InstanceNormBase, python_of_script
+from snnpart.trace.attention import attention
 from snnpart.trace.leaves import Modules, call_leaf
 from snnpart.trace.norms import instance_norm_updating, record_batch_norm
 from snnpart.trace.patches import patched
@@ -34,6 +36,7 @@ def modules_recorded(recorder: Recorder, modules: Modules) -> Iterator[None]:
         (BatchNormBase, "forward", _batch_norm(recorder, BatchNormBase.forward)),
         (nn.SyncBatchNorm, "forward", _batch_norm(recorder, nn.SyncBatchNorm.forward)),
         (InstanceNormBase, "_apply_instance_norm", _instance_norm(recorder)),
+        (nn.MultiheadAttention, "forward", attention(recorder)),
         (torch.autocast, "__enter__", _autocast(recorder)),
         (torch.jit.ScriptFunction, "__call__", _scripted(recorder)),
     ]

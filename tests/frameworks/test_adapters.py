@@ -84,7 +84,9 @@ def test_outputs_lie_in_the_domain(name: str) -> None:
 
 
 def test_torch_modules_that_are_leaves() -> None:
-    assert is_leaf(nn.LSTM(3, 4)) and is_leaf(nn.GRUCell(3, 4)) and is_leaf(nn.MultiheadAttention(4, 2))
+    assert is_leaf(nn.LSTM(3, 4)) and is_leaf(nn.GRUCell(3, 4))
+    assert is_leaf(nn.MultiheadAttention(4, 2, dropout=0.1)) and is_leaf(nn.MultiheadAttention(4, 2, kdim=3))
+    assert is_leaf(nn.MultiheadAttention(4, 2, add_zero_attn=True)) and not is_leaf(nn.MultiheadAttention(4, 2))
     assert is_leaf(torch.jit.script(nn.Linear(2, 2)))
     assert not is_leaf(nn.Linear(2, 2)) and not is_leaf(nn.Sequential())
     assert adapter_for(nn.Linear(2, 2)).name == "torch"

@@ -157,11 +157,12 @@ def test_one_layer_is_not_a_network() -> None:
 
 
 class Opaque(nn.Module):
-    """torch's own recurrent and attention modules stay whole; nested state goes in and out."""
+    """torch's own recurrent modules, and attention with extra keys, stay whole; nested state goes in and out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.attention = nn.LSTM(4, 8, batch_first=True), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
 
     def forward(self, x: Tensor) -> Any:
         y, state = self.lstm(x)

@@ -128,6 +128,10 @@ FOLLOW: Mapping[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], str]]] = 
     "attention, torch": lambda: _tokens(
         12, lambda m, x: F.scaled_dot_product_attention(*(_heads(m.proj(x), 4) * s for s in (1, 2, 3)))
     ),
+    "attention, a layer of torch": lambda: _tokens(
+        12, lambda m, x: m.out(m.a(*(m.proj(x),) * 3, need_weights=False)[0]),
+        a=nn.MultiheadAttention(12, 6, batch_first=True), out=nn.Linear(12, 6),
+    ),
     "heads of a head size": lambda: _tokens(20, lambda m, x: _heads(m.proj(x), 4).softmax(-1)),
     "einsum of heads": lambda: _tokens(
         12, lambda m, x: torch.einsum("bhtd,bhsd->bhts", _heads(m.proj(x), 3), _heads(m.proj(x), 3).tanh())
