@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -93,6 +93,17 @@ def compiled_functions_run_eagerly() -> AbstractContextManager[Any]:
     Does nothing where nobody has compiled anything, as `set_stance` imports the compiler.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def python_of_script(function: Any) -> Callable[..., Any] | None:
+    """The Python function that `torch.jit.script` or `torch.jit.trace` compiled; None where torch did not keep it."""
+    return getattr(function, "_torchdynamo_inline", None)
+
+
+def called_below_autograd(function: Any) -> bool:
+    """Whether a kernel is called where no gradient is recorded any more: TorchScript ran it, not Python code."""
+    key = torch._C.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
+    return isinstance(function, torch._ops.OpOverload) and torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from snnpart.compat import DATA_DEPENDENT, FakeTensor, version
+from snnpart.compat import DATA_DEPENDENT, FakeTensor, called_below_autograd, version
 from snnpart.errors import TraceError
 from snnpart.trace import inplace, results, sizes, spelling, writes
 from snnpart.trace.cells import Call, Called, How
@@ -76,6 +76,12 @@ class RecordingMode(TorchFunctionMode):
                 self.recorder.settle(args[0])
             answer = function(*args, **kwargs)
             return sizes.watched(answer, self.recorder.asked) if function in _SIZES else answer
+        if called_below_autograd(function):
+            self.recorder.refused = self.recorder.error(
+                f"TorchScript calls '{function}' here, where no gradient can be recorded",
+                "call the Python code, or make the scripted module an attribute of the one that calls it",
+            )
+            raise self.recorder.refused
         name = getattr(function, "__name__", "") or type(function).__name__
         called = Called(function, name, args, kwargs, [])
         handler = self._handlers.get(name)

@@ -53,6 +53,7 @@ class Recorder:
         self.specialised = False
         self.used: dict[str, Root] = {}
         self.failed: tuple[BaseException, str] | None = None
+        self.refused: TraceError | None = None  # raised inside of TorchScript, which makes another error of it
         self._cells: dict[int, Cell] = {}
         self._memories: dict[int, Memory] = {}
         self._fake_of: dict[int, Tensor] = {}

@@ -150,6 +150,8 @@ def _run(recorder: Recorder, request: Request, inputs: list[Tensor]) -> Any:
     except SnnpartError:
         raise
     except Exception as error:
+        if recorder.refused is not None:
+            raise recorder.refused from error
         if isinstance(error, TypeError) and TrainingFlag.__name__ in str(error):
             raise FlagRefused from error
         origin = places.raised_at(where(recorder, error), error.__traceback__)
