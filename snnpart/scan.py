@@ -22,7 +22,7 @@ from snnpart import effects
 from snnpart.ops_time import Loop, apart, joined, leaf_paths, run_steps
 from snnpart.ops_time import Step as Run
 from snnpart.step_graph import Shape, Step, StepModule, carries_alike, open_step
-from snnpart.step_sort import Sorted, extract, first_carried, sort_step
+from snnpart.step_sort import Sorted, ancestors, extract, first_carried, sort_step
 
 CACHE_BYTES = 8 * 2**20
 """Of a value of all steps that is made in one call on the CPU: a share of a common last-level cache."""
@@ -92,7 +92,7 @@ class Scan:
         given = Packed.of((tuple(sequences), tuple(fixed), tuple(carried)))
         if not self._can_open(leaves, given):
             return None
-        tensors = [x for leaf in leaves.values() for x in (*leaf.parameters(), *leaf.buffers())]
+        tensors = [x for leaf in leaves.values() for x in leaf.state_dict(keep_vars=True).values()]
         mode = (torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")))
         key = given.key, tuple(map(_like, tensors)), tuple(leaf.training for leaf in leaves.values()), mode
         if key not in self._opened:
@@ -147,7 +147,8 @@ def _begin(loop: Loop, leaves: Mapping[str, nn.Module], step: Step, given: Packe
     found = None if first is None else first_carried(step, first)
     if first is None or found is None:
         return None
-    return Piece(first.operations, found, (*first.inputs, *first.tensors))
+    needed = ancestors(found)
+    return Piece([node for node in first.operations if node in needed], found, (*first.inputs, *first.tensors))
 
 
 class Piece:

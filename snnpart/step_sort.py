@@ -21,11 +21,12 @@ from snnpart import facts, ops
 from snnpart.facts import Value
 from snnpart.step_graph import Step, name_of
 
-_ELEMENTWISE = frozenset(
+_NAMES = (
     "add sub rsub mul div pow maximum minimum eq ne lt le gt ge where clamp relu sigmoid tanh neg abs exp log sqrt "
     "rsqrt reciprocal square sin cos atan sign floor ceil round detach clone to float double half bfloat16 zeros_like "
-    "ones_like logical_and logical_or logical_not heaviside erf softplus".split()
+    "ones_like logical_and logical_or logical_not heaviside erf softplus"
 )
+_ELEMENTWISE = frozenset(_NAMES.split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def _in_one_call(node: fx.Node, varying: set[fx.Node]) -> bool:
 def _after(step: Step, nodes: Sequence[fx.Node], varying: set[fx.Node], ahead: set[fx.Node]) -> set[fx.Node]:
     """What nothing carried depends on and can be made in one call of values that are stacked: no more than before."""
     carried, results = set(step.carried), set(step.results)
-    needed, given = _ancestors(carried), {*step.group("sequences"), *ahead, *carried}
+    needed, given = ancestors(carried), {*step.group("sequences"), *ahead, *carried}
     late = {n for n in nodes if n in varying and n not in needed and n not in ahead and _in_one_call(n, varying)}
     dropped = late
     while dropped:
@@ -110,7 +111,8 @@ def _fits_late(
     return all(s in given or s in late for s in sources) and readers <= late and bool(readers or node in results)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they depend on."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:

@@ -5,7 +5,7 @@ and writes memory, and steps that are put together and taken apart are copied th
 
     launches   (T / k) * operations * launch time
     memory     bytes of all values, at the copy rate, if the values of k steps exceed the cache
-    copies     bytes that loops and norms gather and part, if k > 1; from memory where they exceed the cache
+    copies     bytes that loops and norms gather and part, if k > 1 and they exceed the cache
 
 A profile without a cache (a GPU's launches decide) takes all steps at once.
 """
@@ -81,7 +81,7 @@ def _microseconds(found: Region, profile: MachineProfile, k: int) -> float:
     launches = found.steps / k * calls * profile.launch_us
     fits = k * _working_set(found) / found.steps <= profile.cache
     rate = profile.copy * (_CACHED if fits else 1.0)
-    moved = sum(_written(node) for node in found.nodes) + (_gathered(found) if k > 1 else 0.0)
+    moved = sum(_written(node) for node in found.nodes) + (_gathered(found) if k > 1 and not fits else 0.0)
     return _PASSES * (launches + 1e6 * 2 * moved / rate)
 
 
