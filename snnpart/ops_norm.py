@@ -4,9 +4,9 @@ With n_r numbers on rank r, of mean m_r and sum of squared distances q_r, the wh
 
     n = sum n_r        mean = sum n_r m_r / n        q = sum q_r + sum n_r (m_r - mean)^2        variance = q / n
 
-so that one small gather replaces that of the value, and nothing is lost to rounding as in a sum of squares. Forward and
-backward are those of plain torch operations; the gradient of what was gathered is summed over the ranks, since each of
-them uses the whole for its own part.
+so that one small gather replaces that of the value, and nothing is lost to rounding as in a sum of squares. Numbers of
+16 bits are summed in 32, as torch's own norms do. Forward and backward are those of plain torch operations; the
+gradient of what was gathered is summed over the ranks, since each of them uses the whole for its own part.
 
 - `moments`, `normalized`: layer_norm and rms_norm over the last dims.
 - `channel_moments`, `group_normalized`: group_norm with groups that no rank holds whole.
@@ -23,12 +23,17 @@ from snnpart.facts import Pieces
 from snnpart.ops import select_pieces
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which statistics of a value are taken."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def moments(x: Tensor, dims: int, centred: bool) -> Tensor:
     """Mean and sum of squared distances from it over the last `dims` dims: [1, 2, ..., 1 for each of them].
 
     Not `centred` (rms_norm): a mean of 0 and the sum of squares.
     """
-    over = tuple(range(x.dim() - dims, x.dim()))
+    x, over = x.to(wide(x.dtype)), tuple(range(x.dim() - dims, x.dim()))
     count = max(torch.Size(x.shape[-dims:]).numel(), 1)
     mean = x.sum(over, keepdim=True) / count if centred else x.new_zeros(()).expand(*x.shape[:-dims], *(1,) * dims)
     return torch.stack([mean, (x - mean).square().sum(over, keepdim=True)]).unsqueeze(0)
@@ -51,12 +56,12 @@ def normalized(
         weight, bias: the rank's parts of scale and shift.
         eps: added to the variance; None: the smallest step of the dtype.
     """
-    means, squares = gathered[:, 0], gathered[:, 1]
+    means, squares, dtype, x = gathered[:, 0], gathered[:, 1], x.dtype, x.to(gathered.dtype)
     mean, spread = _merged(means, squares, torch.tensor(counts, dtype=x.dtype, device=x.device))
     variance = spread / sum(counts)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = torch.finfo(dtype).eps if eps is None else eps
     out = (x - mean if centred else x) * torch.rsqrt(variance + eps)
-    return _scaled(out, weight, bias)
+    return _scaled(out, weight, bias).to(dtype)
 
 
 def _merged(means: Tensor, squares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,6 +79,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def channel_moments(x: Tensor) -> Tensor:
     """Mean and sum of squared distances from it of every sample and channel of [N, C, ...]: [2, N, C]."""
+    x = x.to(wide(x.dtype))
     flat = x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
     mean = flat.mean(2)
     return torch.stack([mean, (flat - mean.unsqueeze(2)).square().sum(2)])
@@ -94,7 +100,7 @@ def group_normalized(
         gathered: `channel_moments` of all channels.
         weight, bias: the rank's parts of scale and shift.
     """
-    batch, channels = gathered.shape[1], gathered.shape[2]
+    batch, channels, dtype, x = gathered.shape[1], gathered.shape[2], x.dtype, x.to(gathered.dtype)
     size, pixels = channels // groups, torch.Size(x.shape[2:]).numel()
     by_group = gathered.reshape(2, batch, groups, size)
     means, squares = by_group.movedim(3, 1)
@@ -103,7 +109,7 @@ def group_normalized(
     tail = (1,) * (x.dim() - 2)
     mean, variance = (stat.reshape(*stat.shape, *tail) for stat in wanted)
     scale, shift = (None if p is None else p.reshape(-1, *tail) for p in (weight, bias))
-    return _scaled((x - mean) * torch.rsqrt(variance + eps), scale, shift)
+    return _scaled((x - mean) * torch.rsqrt(variance + eps), scale, shift).to(dtype)
 
 
 NORM_OPS: tuple[Callable[..., Tensor], ...] = (moments, normalized, channel_moments, group_normalized)

@@ -100,9 +100,10 @@ def _gather(
         kept, ones = len(held.shape) - options[0], options[0]
         shape, slopes = (1, 2, *held.shape[:kept], *(1,) * ones), (0, 0, *held.slopes[:kept], *(0,) * ones)
         whole = (tp, *shape[1:])
-    own = Value(shape, held.dtype, slopes, (), held.requires_grad)
+    dtype = ops_norm.wide(held.dtype)
+    own = Value(shape, dtype, slopes, (), held.requires_grad)
     made = add(x, function, (local, *options), own)
-    value = Value(whole, held.dtype, slopes, (), held.requires_grad)
+    value = Value(whole, dtype, slopes, (), held.requires_grad)
     gathered = add(x, ops.all_gather, (made, "tp", dim, pieces, None, True), value)
     once = profile.all_gather_us("tp", value.bytes, tp)
     facts.put(gathered, Cost(forward_us=once, backward_us=once if value.requires_grad else 0.0))

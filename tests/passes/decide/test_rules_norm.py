@@ -193,6 +193,18 @@ def test_a_norm_over_the_sharded_dim_sends_its_statistics_only(name: str) -> Non
     assert statistics.numel < result.numel
 
 
+@pytest.mark.parametrize("name", ["layer norm of features", "rms norm of features", "group norm of one group"])
+def test_statistics_of_half_numbers_are_taken_in_float32(name: str) -> None:
+    """As torch's own norms take them: far from zero, bfloat16 sums would be off by much more than its rounding."""
+    module, inputs, path = FOLLOW[name]()
+    module, x = module.bfloat16(), inputs[0].bfloat16()
+    module.get_submodule(path).bias.data += 8
+    program = compiled(module, (x,), tp=2, pinned=Plan(tp=2, shards={path: "column", "n": "statistics"}), out_dims=0)
+    found, whole = simulate.run(program, (x,), training=True).outputs[0], module(x)
+    assert found.dtype is torch.bfloat16
+    assert float((found - whole).abs().max() / whole.abs().max()) < 0.02
+
+
 class Tied(nn.Module):
     """A language model with the embedding as its head (case A25): [N, 6] tokens of 7 -> [N, 6, 7]."""
 
