@@ -4,8 +4,10 @@ The node holds what it replaces as a graph of its own, the *region*, which defin
 node without a kernel runs the region. A region is a chain
 
     [ops.batch_norm] -> [views] -> a neuron layer that takes all steps, or a loop -> [views] -> [add]
+    [ops.batch_norm_copies] -> [unsqueeze] -> expand -> ...
 
-with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. `parts` says which node
+with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. In the second form x is
+the same at every step, and only one copy of it is there. `parts` says which node
 is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
 """
 
@@ -24,6 +26,7 @@ from snnpart.facts import Value
 from snnpart.graph import output_node
 from snnpart.ops_time import Loop, Nested
 
+NORMS = (ops.batch_norm, ops.batch_norm_copies)
 _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
 
 
@@ -63,7 +66,10 @@ class FusedNeuron(Nested):
 
 @dataclass(frozen=True)
 class Parts:
-    """Which node of a region is which. `x` and `residual` are placeholders; `stacked`: the result is [T, N, ...]."""
+    """Which node of a region is which. `x` and `residual` are placeholders; `stacked`: the result is [T, N, ...].
+
+    `shared`: x has no steps, it is the same at each.
+    """
 
     x: fx.Node
     norm: fx.Node | None
@@ -71,18 +77,20 @@ class Parts:
     result: int
     residual: fx.Node | None
     stacked: bool
+    shared: bool
 
 
 def parts(region: fx.Graph) -> Parts:
     """The parts of a region."""
     (end,) = output_node(region).all_input_nodes
     chain = [node for node in region.nodes if node.op not in ("placeholder", "output")]
-    norm = next((node for node in chain if node.target is ops.batch_norm), None)
+    norm = next((node for node in chain if node.target in NORMS), None)
     scan = next(node for node in chain if node.op == "call_module" or isinstance(node.target, Loop))
     taken = next((node for node in chain if node.args and node.args[0] is scan and isinstance(scan.target, Loop)), None)
     add = end if end.target is torch.add else None
     sequence = scan_input(scan)
     return Parts(
+        shared=any(is_expansion(node) for node in chain),
         x=_back_to(sequence if norm is None else norm.args[0]),
         norm=norm,
         scan=scan,
@@ -117,3 +125,11 @@ def splits_time(node: Any) -> bool:
     if len(short) == len(long):
         return short == long
     return short[0] == long[0] * long[1] and short[1:] == long[2:]
+
+
+def is_expansion(node: Any) -> bool:
+    """Whether a node repeats one step [1, N, ...] over all of them without a copy."""
+    if not isinstance(node, fx.Node) or node.target != "expand" or node.op != "call_method":
+        return False
+    given, made = (facts.get(item, Value) for item in (node.args[0], node))  # type: ignore[arg-type]
+    return given is not None and made is not None and given.shape[:1] == (1,) and given.shape[1:] == made.shape[1:]

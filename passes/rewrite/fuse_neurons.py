@@ -6,7 +6,8 @@ operations keep x, the norm's result, and the membrane of every step.
 
 A neuron is fused if its step can be recorded and written as a kernel (`neuron_step`, `step_code`). What is taken along:
 
-- before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum;
+- before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum; where the input is
+  the same at each step, its expansion over the steps, and `ops.batch_norm_copies`;
 - the views between, if they merge or split [T, N];
 - behind it an addition of a value of the same shape, if nothing else reads the spikes.
 
@@ -29,7 +30,7 @@ from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
 from snnpart.neuron_scan import start_number, step_of
 from snnpart.neuron_step import StepError
-from snnpart.ops_fused import FusedNeuron, scan_input, splits_time
+from snnpart.ops_fused import FusedNeuron, is_expansion, scan_input, splits_time
 from snnpart.ops_time import Loop, leaf_paths
 
 NAME = "fuse-neurons"
@@ -118,30 +119,37 @@ class _Chain:
 
 
 def _chain(scan: fx.Node) -> _Chain:
-    before, norm = [], _norm_before(scan)
-    if norm is not None:
-        before = [norm, *_views_to(scan_input(scan), norm)]
     made = [scan] if scan.op == "call_module" else [scan, next(iter(scan.users))]
     starts = [n for n in scan.all_input_nodes if start_number(n) is not None and len(n.users) == 1]
-    return _Chain((*before, *starts, *made, *_addition_behind(made[-1])), scan)
+    return _Chain((*_before(scan), *starts, *made, *_addition_behind(made[-1])), scan)
 
 
-def _views_to(node: fx.Node, norm: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    while node is not norm:
-        found.insert(0, node)
-        node = node.args[0]  # type: ignore[assignment]
-    return found
-
-
-def _norm_before(scan: fx.Node) -> fx.Node | None:
-    """The BatchNorm whose only reader, through views, is the scan."""
+def _before(scan: fx.Node) -> list[fx.Node]:
+    """What alone leads to the scan: an expansion over the steps, and a norm with the views behind it."""
     node: Any = scan_input(scan)
-    while splits_time(node) and len(node.users) == 1:
-        node = node.args[0]
-    if node.target is not ops.batch_norm or len(node.users) != 1 or node.args[7] is None:
-        return None
-    return node  # type: ignore[no-any-return]
+    passed = _expansion(node)
+    if not passed:
+        while splits_time(node) and len(node.users) == 1:
+            passed.insert(0, node)
+            node = node.args[0]
+        return [node, *passed] if _is_norm(node, ops.batch_norm) else []
+    norm: Any = passed[0].args[0]
+    steps = facts.need(scan_input(scan), Value).shape[0]
+    return [norm, *passed] if _is_norm(norm, ops.batch_norm_copies) and norm.args[9] == steps else passed
+
+
+def _expansion(node: fx.Node) -> list[fx.Node]:
+    """The nodes that repeat a value [N, ...] over the steps, if only the scan reads them."""
+    if not is_expansion(node) or len(node.users) != 1:
+        return []
+    source: Any = node.args[0]
+    new_dim = source.target is torch.unsqueeze and source.args[1] == 0 and len(source.users) == 1
+    return [source, node] if new_dim else []
+
+
+def _is_norm(node: Any, kind: Any) -> bool:
+    """Whether a node is a norm of the kind that only one node reads, and whose average is no cumulative one."""
+    return isinstance(node, fx.Node) and node.target is kind and len(node.users) == 1 and node.args[7] is not None
 
 
 def _addition_behind(node: fx.Node) -> list[fx.Node]:

@@ -49,8 +49,8 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         tl.store(parts + 2 * programs * channels + at_part, total, mask=ch < channels)
 
     def _final_stats(  # type: ignore[no-untyped-def]
-        parts, mean, var, running_mean, running_var, programs, channels, MOMENTUM: tl.constexpr, TRACK: tl.constexpr,
-        P: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
+        parts, mean, var, running_mean, running_var, programs, channels, copies, MOMENTUM: tl.constexpr,
+        TRACK: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
     ):  # fmt: skip
         ch = tl.program_id(0) * B + tl.arange(0, B)
         own = ch < channels
@@ -72,18 +72,20 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
             after = before + momentum * (m - before)
             tl.store(running_mean + ch, after.to(running_mean.dtype.element_ty), mask=own)
             before_var = tl.load(running_var + ch, mask=own).to(CT)
-            after_var = before_var + momentum * (total / tl.maximum(n - 1.0, 1.0) - before_var)
+            unbiased = total * copies / tl.maximum(n * copies - 1.0, 1.0)
+            after_var = before_var + momentum * (unbiased - before_var)
             tl.store(running_var + ch, after_var.to(running_var.dtype.element_ty), mask=own)
 
     partial_stats, final_stats = triton.jit(_partial_stats), triton.jit(_final_stats)
 
 
 def batch_stats(
-    x: Tensor, tiles: Tiles, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+    x: Tensor, tiles: Tiles, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, copies: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [C] of x over everything but channels; running statistics are updated in place.
 
-    x lies in memory as `tiles` says, with all steps among its rows.
+    They are updated as by `copies` equal x in one batch, whose unbiased variance is another. x lies as `tiles`
+    says in memory, with all steps among its rows.
     """
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
     parts = x.new_empty((3, tiles.programs, tiles.channels), dtype=compute)
@@ -94,7 +96,7 @@ def batch_stats(
     columns = 8
     final_stats[(triton.cdiv(tiles.channels, columns),)](
         parts, mean, var, mean if running_mean is None else running_mean, var if running_var is None else running_var,
-        tiles.programs, tiles.channels, momentum, running_mean is not None, triton.next_power_of_2(tiles.programs),
-        columns, tiles.compute(compute), num_warps=4,
+        tiles.programs, tiles.channels, copies, momentum, running_mean is not None,
+        triton.next_power_of_2(tiles.programs), columns, tiles.compute(compute), num_warps=4,
     )  # fmt: skip
     return mean, var

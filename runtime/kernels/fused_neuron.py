@@ -24,7 +24,7 @@ from snnpart import facts, ops_fused
 from snnpart.facts import Value
 from snnpart.neuron_scan import leaf_name, step_of_region
 from snnpart.neuron_step import NeuronStep, owned
-from snnpart.ops_fused import FusedNeuron
+from snnpart.ops_fused import FusedNeuron, Parts
 from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
@@ -63,10 +63,10 @@ class Fused:
         if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
             return self._reference(*args)
         x, residual = args[self._places[self._parts.x]], self._value(self._parts.residual, args)
-        x = x.flatten(0, 1) if x.dim() == self._dims else x
+        x = x.flatten(0, 1) if x.dim() == self._dims else x  # [T, N, ...], or one step [1, N, ...]
         p = tuple(self._parameter(name, args) for name in self.step.parameters)
         norm = None if self._parts.norm is None else self._norm(args)
-        call = _Call(self.step, self.target, norm, self._parts.stacked, x, residual, p)
+        call = _Call(self.step, self.target, norm, self._parts, x, residual, p)
         weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
         y: Tensor = _Apply.apply(call, call.x, call.residual, weight, bias, *p)
         return y.view(call.shape)
@@ -85,7 +85,7 @@ class Fused:
 
     def _norm(self, args: Sequence[Any]) -> _Norm:
         assert self._parts.norm is not None
-        return _Norm(*(self._value(item, args) for item in self._parts.norm.args[1:]))
+        return _Norm(*(self._value(item, args) for item in self._parts.norm.args[1:9]))
 
 
 @dataclass(frozen=True)
@@ -108,26 +108,39 @@ class _Norm:
 
 
 class _Call:
-    """One call: x [T*N, ...] as the kernels take it, the kernels' form, tiles, and BatchNorm's numbers."""
+    """One call: x [T*N, ...] (or, shared by all steps, [N, ...]) as the kernels take it, and BatchNorm's numbers."""
 
     def __init__(
-        self, step: NeuronStep, target: FusedNeuron, norm: _Norm | None, stacked: bool, x: Tensor, residual: Any, p: Any
+        self, step: NeuronStep, target: FusedNeuron, norm: _Norm | None, parts: Parts, x: Tensor, residual: Any, p: Any
     ) -> None:
-        self.step, self.norm, self.steps = step, norm, target.steps
+        self.step, self.norm, self.steps, self.shared = step, norm, target.steps, parts.shared
         self.x = x if inner_of(x) is not None else x.contiguous()
-        self.inner = inner_of(self.x)
-        outer, rest = x.shape[0] // self.steps, x.shape[1:]
-        self.shape = (self.steps, outer, *rest) if stacked else (self.steps * outer, *rest)
-        self.residual = None if residual is None else self.like_x(residual)
+        self.inner = inner_of(self.x) or 1
+        outer, rest = x.shape[0] // (1 if parts.shared else self.steps), x.shape[1:]
+        self.merged = (self.steps * outer, *rest)
+        self.shape = (self.steps, outer, *rest) if parts.stacked else self.merged
+        self.residual = None if residual is None else self.laid_out(residual)
         self.channelled = tuple(value.numel() > 1 for value in p)
         self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
         self.eps = 0.0 if norm is None else norm.eps
         self.state = "" if target.state == "float32" else target.state
 
-    def like_x(self, value: Tensor) -> Tensor:
-        """The value as a merged tensor in x's memory order."""
-        flat = value.reshape(self.x.shape)
-        return flat if flat.stride() == self.x.stride() else torch.empty_like(self.x, dtype=flat.dtype).copy_(flat)
+    @property
+    def step_numel(self) -> int:
+        """Elements of one step."""
+        return self.x.numel() // (1 if self.shared else self.steps)
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """A tensor for the result [T*N, ...], in x's memory order."""
+        shape = self.merged
+        if self.inner == 1 and len(shape) > 2:
+            return self.x.new_empty((shape[0], *shape[2:], shape[1]), dtype=dtype).movedim(-1, 1)
+        return self.x.new_empty(shape, dtype=dtype)
+
+    def laid_out(self, value: Tensor) -> Tensor:
+        """A value of the result's size as a merged tensor in x's memory order."""
+        flat = value.reshape(self.merged)
+        return flat if inner_of(flat) == self.inner else self.empty(flat.dtype).copy_(flat)
 
     def form(self, learned: tuple[bool, ...]) -> Form:
         norm = self.norm
@@ -139,14 +152,15 @@ class _Call:
             residual=self.residual is not None,
             channelled=self.channelled,
             learned=learned,
+            shared=self.shared,
             state=self.state,
         )
 
-    def tiles(self, steps: int, size: int, *, sums: bool) -> Tiles:
-        """Tiles over 1 / `steps` of x."""
-        inner = 1 if self.channels == 1 else self.inner or 1
-        rows = self.x.numel() // (steps * self.channels)
-        return tiles_for(rows, self.channels, inner, size, self.x.numel(), sums=sums)
+    def tiles(self, numel: int, size: int, *, sums: bool) -> Tiles:
+        """Tiles over `numel` elements of x."""
+        inner = 1 if self.channels == 1 else self.inner
+        total = self.step_numel * self.steps
+        return tiles_for(numel // self.channels, self.channels, inner, size, total, sums=sums)
 
 
 def _size(form: Form) -> int:
@@ -159,15 +173,15 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: Tensor, residual: Any, weight: Any, bias: Any, *p: Tensor) -> Tensor:
         ctx.call, form = call, call.form((False,) * len(p))
         mean, var = _statistics(call, form)
-        tiles = call.tiles(form.steps, _size(form), sums=False)
+        tiles = call.tiles(call.step_numel, _size(form), sums=False)
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        y = torch.empty_like(x, dtype=dtype)
+        y = call.empty(dtype)
         keeps = form.chunks > 1 and any(ctx.needs_input_grad)
         compute = torch.float64 if x.dtype is torch.float64 else torch.float32
-        kept = x.new_empty((form.chunks - 1, call.step.states, x.numel() // form.steps) if keeps else 1, dtype=compute)
+        kept = x.new_empty((form.chunks - 1, call.step.states, call.step_numel) if keeps else 1, dtype=compute)
         kernel = _kernel(forward_source(call.step, form), "forward")
         kernel[tiles.grid](
-            x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(call, tiles),
+            x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(tiles),
             **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute], KEEP=keeps, num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(x, kept, mean, var, weight, bias, *p)
@@ -181,7 +195,7 @@ class _Apply(torch.autograd.Function):
         x, kept, mean, var, weight, bias, *p = ctx.saved_tensors
         needs = ctx.needs_input_grad
         form = call.form(tuple(needs[5:]))
-        dy = call.like_x(dy)
+        dy = call.laid_out(dy)
         launch = _Backward(call, form, (x, kept, mean, var, weight, bias), tuple(p), dy)
         sums, dx = launch.run()
         named = dict(zip(form.sums, sums, strict=True))
@@ -212,7 +226,7 @@ class _Backward:
 
     def _launch(self, sums: Tensor | None, *, write: bool, reduce: bool) -> tuple[Tensor, Tensor]:
         call, (x, kept, *norm) = self.call, self.saved
-        tiles = call.tiles(self.form.steps, _size(self.form), sums=reduce)
+        tiles = call.tiles(call.step_numel, _size(self.form), sums=reduce)
         compute = torch.float64 if x.dtype is torch.float64 else torch.float32
         dx = torch.empty_like(x) if write else x
         parts = x.new_empty((len(self.form.sums), tiles.programs, tiles.channels) if reduce else 1, dtype=compute)
@@ -220,7 +234,7 @@ class _Backward:
         count = float(x.numel() // tiles.channels)
         kernel[tiles.grid](
             x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
-            *_sizes(call, tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute],
+            *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute],
             num_warps=_WARPS,
         )  # fmt: skip
         return parts.sum(1) if reduce else parts, dx
@@ -231,9 +245,8 @@ def _or(x: Tensor, *values: Tensor | None) -> list[Tensor]:
     return [x if value is None else value for value in values]
 
 
-def _sizes(call: _Call, tiles: Tiles) -> tuple[Any, ...]:
-    step = tiles.rows * tiles.channels
-    return step, tiles.rows, tiles.channels, tiles.inner
+def _sizes(tiles: Tiles) -> tuple[int, int, int]:
+    return tiles.rows, tiles.channels, tiles.inner
 
 
 def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:
@@ -244,7 +257,8 @@ def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:
     if norm.training and norm.counter is not None:
         norm.counter.add_(1)
     tracked = (norm.running_mean, norm.running_var) if norm.training else (None, None)
-    return batch_stats(call.x, call.tiles(1, 1024, sums=True), *tracked, norm.momentum)
+    copies = call.steps if call.shared else 1
+    return batch_stats(call.x, call.tiles(call.x.numel(), 1024, sums=True), *tracked, norm.momentum, copies)
 
 
 def _parameter_grad(sums: Tensor | None, value: Tensor) -> Tensor | None:

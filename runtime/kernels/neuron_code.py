@@ -29,7 +29,8 @@ _UNROLLED = 16
 @dataclass(frozen=True)
 class Form:
     """What a kernel is made for. `channelled[i]`: parameter i has a number for each channel; `learned` likewise those
-    that want a gradient. `state` is the dtype that states are rounded to between steps, by Triton's name."""
+    that want a gradient. `shared`: x is one step, the same at each. `state` is the dtype that states are rounded to
+    between steps, by Triton's name."""
 
     steps: int
     norm: bool
@@ -38,6 +39,7 @@ class Form:
     residual: bool
     channelled: tuple[bool, ...]
     learned: tuple[bool, ...]
+    shared: bool = False
     state: str = ""
 
     @property
@@ -62,10 +64,10 @@ class Form:
 def forward_source(step: NeuronStep, form: Form) -> str:
     """The forward kernel, named `forward`."""
     names = ["x", "residual", "y", "kept", *_NORM, *_names(step)]
-    sizes = "x_step, rows, channels, inner"
+    sizes = "rows, channels, inner"
     constants = _constants("EPS INNER R B CT ROUND KEEP WIDE")
     lines = [f"def forward({', '.join(names)}, {sizes}, {constants}):"]
-    lines += _indent([_FORWARD_ROW, *_tile_lines(), *_channel_lines(step, form)])
+    lines += _indent([_FORWARD_ROW, *_tile_lines(), *_channel_lines(step, form), *_shared_x(form)])
     lines += _indent(_forward_chunk(step, form, True))
     if form.chunks > 1:
         lines += [f"    for chunk in range(1, {form.chunks}):"]
@@ -76,19 +78,22 @@ def forward_source(step: NeuronStep, form: Form) -> str:
 def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) -> str:
     """The backward kernel, named `backward`: `write` x's gradient, `reduce`: leave sums over channels in `parts`."""
     names = ["x", "dy", "dx", "kept", "sums", "parts", *_NORM, *_names(step)]
-    sizes = "x_step, rows, channels, inner, count, tiles"
+    sizes = "rows, channels, inner, count, tiles"
     constants = _constants("EPS INNER R B CT ROUND WIDE")
     lines = [f"def backward({', '.join(names)}, {sizes}, {constants}):"]
     lines += _indent(["ch = tl.program_id(1) * B + tl.arange(0, B)", *_channel_lines(step, form)])
     lines += _indent(_sum_loads(form) if write and form.batch else [])
     lines += _indent([f"{name} = tl.zeros([R, B], CT)" for name in form.sums] if reduce else [])
     lines += ["    for tile in range(tiles):"]
-    body = [_BACKWARD_ROW, *_tile_lines(channel=False), *(f"ds{j} = tl.zeros([R, B], CT)" for j in range(step.states))]
+    body = [_BACKWARD_ROW, *_tile_lines(channel=False), *_shared_x(form)]
+    body += [f"ds{j} = tl.zeros([R, B], CT)" for j in range(step.states)]
+    body += ["total = tl.zeros([R, B], CT)"] if form.shared and write else []
     lines += _indent(body, 2)
     if form.chunks > 1:
         lines += [f"        for back in range({form.chunks - 1}):", f"            chunk = {form.chunks - 1} - back"]
         lines += _indent([*_load_kept(step), *_backward_chunk(step, form, False, write, reduce)], 3)
     lines += _indent(_backward_chunk(step, form, True, write, reduce), 2)
+    lines += _indent(_write_dx(form, "total", "x_h", "at") if form.shared and write else [], 2)
     return "\n".join([*lines, *_indent(_store_sums(form) if reduce else [])]) + "\n"
 
 
@@ -137,8 +142,23 @@ def _chunk_start(form: Form, first: bool) -> str:
     return "0" if first else f"chunk * {form.chunk}"
 
 
-def _load_x(form: Form, start: str, t: int, name: str) -> Iterator[str]:
-    yield f"{name}x = tl.load(x + at + ({start} + {t}) * x_step, mask=mask, other=0.0).to(CT)"
+def _shared_x(form: Form) -> Iterator[str]:
+    """The one x of all steps."""
+    if form.shared:
+        yield from _normalised(form, "at", "x_")
+
+
+def _load_x(form: Form, start: str, t: int) -> Iterator[str]:
+    """One step's x as `x<t>`, and normalised, before weight and bias, as `x<t>h`."""
+    if not form.shared:
+        yield from _normalised(form, f"at + ({start} + {t}) * step", f"x{t}")
+    else:
+        yield f"x{t} = x_"
+        yield from [f"x{t}h = x_h"] if form.norm else []
+
+
+def _normalised(form: Form, place: str, name: str) -> Iterator[str]:
+    yield f"{name}x = tl.load(x + {place}, mask=mask, other=0.0).to(CT)"
     if form.norm:
         yield f"{name}h = ({name}x - m) * rs"
         yield f"{name} = {name}h * w + b"
@@ -170,7 +190,7 @@ def _forward_chunk(step: NeuronStep, form: Form, first: bool) -> list[str]:
     lines: list[str] = []
     start, states = _chunk_start(form, first), [f"s{j}" for j in range(step.states)]
     for t in range(form.chunk):
-        lines += _load_x(form, start, t, f"x{t}")
+        lines += _load_x(form, start, t)
         own, (*states, y) = _run(step, form, first, t, f"x{t}", states)
         lines += own
         if form.residual:
@@ -199,7 +219,7 @@ def _backward_chunk(step: NeuronStep, form: Form, first: bool, write: bool, redu
     start = _chunk_start(form, first)
     before: list[list[str]] = [[f"s{j}" for j in range(step.states)]]
     for t in range(form.chunk):
-        lines += _load_x(form, start, t, f"x{t}")
+        lines += _load_x(form, start, t)
         if t < form.chunk - 1:
             own, (*states, _) = _run(step, form, first, t, f"x{t}", before[-1])
             lines += own
@@ -207,8 +227,10 @@ def _backward_chunk(step: NeuronStep, form: Form, first: bool, write: bool, redu
     for t in reversed(range(form.chunk)):
         lines.append(f"g{t} = tl.load(dy + at + ({start} + {t}) * step, mask=mask, other=0.0).to(CT)")
         lines += _pull(step, form, first, t, before[t], reduce)
-        if write:
-            lines += _write_dx(form, start, t)
+        if write and form.shared:
+            lines.append(f"total += d{t}")
+        elif write:
+            lines += _write_dx(form, f"d{t}", f"x{t}h", f"at + ({start} + {t}) * step")
     return lines
 
 
@@ -232,11 +254,10 @@ def _pull(step: NeuronStep, form: Form, first: bool, t: int, states: list[str], 
         yield from (f"ds{j} = n{t}_{j}" for j in range(step.states))
 
 
-def _write_dx(form: Form, start: str, t: int) -> Iterator[str]:
-    value = f"d{t}"
+def _write_dx(form: Form, value: str, normalised: str, place: str) -> Iterator[str]:
     if form.norm:
-        value = f"rs * w * ({value} - c0 - x{t}h * c1)" if form.batch else f"rs * w * {value}"
-    yield f"tl.store(dx + at + ({start} + {t}) * step, ({value}).to(dx.dtype.element_ty), mask=mask)"
+        value = f"rs * w * ({value} - c0 - {normalised} * c1)" if form.batch else f"rs * w * {value}"
+    yield f"tl.store(dx + {place}, ({value}).to(dx.dtype.element_ty), mask=mask)"
 
 
 def _sum_loads(form: Form) -> list[str]:

@@ -47,6 +47,15 @@ class Block(nn.Module):
         return spikes + x if self.residual else spikes
 
 
+class Still(Block):
+    """A block that is shown the first image of its input at every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x[:1].repeat(x.shape[0], 1, 1, 1, 1).flatten(0, 1)))
+        spikes: Tensor = self.neuron(y.unflatten(0, x.shape[:2]))
+        return spikes + x if self.residual else spikes
+
+
 class Steps(nn.Module):
     """The same as a loop over time of a neuron that takes one step and is given its state."""
 
@@ -81,7 +90,7 @@ class Written(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its number of steps, the mode, and the dtype in which it is exact (snnTorch and Norse compute in float32)."""
+    """A network, its number of steps, the mode, and the dtype it is exact in (snnTorch, Norse: float32)."""
 
     make: Callable[[], nn.Module]
     steps: int = 4
@@ -129,6 +138,9 @@ def cases() -> dict[str, Case]:
     lif = spikingjelly_neurons()["LIF-detached"]
     found |= {
         "eval": Case(partial(_block, lif), training=False),
+        "still": Case(lambda: Still(lif())),
+        "still, eval": Case(lambda: Still(lif()), training=False),
+        "still, long": Case(lambda: Still(spikingjelly_neurons()["PLIF"](), residual=False), steps=20),
         "plain": Case(partial(_block, lif, residual=False)),
         "plain, no norm": Case(partial(_block, lif, norm=False, residual=False)),
         "no norm": Case(partial(_block, lif, norm=False)),
