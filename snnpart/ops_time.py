@@ -30,6 +30,10 @@ from torch import Tensor, fx
 from snnpart import ops
 from snnpart.errors import LaunchError
 
+AT_ONCE_BYTES = 4 * 2**20
+"""Of a step's input: on a GPU one norm over all steps saves their launches and costs copies, which weigh more from
+here. On a CPU the steps stay in the cache, and T calls are cheaper at any size."""
+
 Keep = Literal["all", "last"]
 Step = Callable[..., tuple[Any, ...]]
 
@@ -156,7 +160,42 @@ def batch_norm_steps(
         return ops.batch_norm(x, *rest)
     if steps == 1:
         return ops.batch_norm(x, *rest)
+    if x.device.type != "cpu" and x.nbytes <= steps * AT_ONCE_BYTES and training and momentum is not None:
+        return batch_norm_at_once(x, *rest, steps)
     return torch.cat([ops.batch_norm(step, *rest) for step in x.unflatten(0, (steps, -1)).unbind(0)])
+
+
+def batch_norm_at_once(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    steps: int,
+) -> Tensor:
+    """`batch_norm_steps` with batch statistics in one call: every step's channels beside the others', [N, T*C, ...].
+
+    The T updates of the running statistics are one weighted sum over the steps.
+    """
+    channels = x.shape[1]
+    beside = x.unflatten(0, (steps, -1)).transpose(0, 1).flatten(1, 2)
+    means, variances = (
+        None if kept is None else kept.new_zeros(steps * channels) for kept in (running_mean, running_var)
+    )
+    scale, shift = (None if value is None else value.repeat(steps) for value in (weight, bias))
+    y = ops.batch_norm(beside, scale, shift, means, variances, None, training, 1.0, eps)
+    with torch.no_grad():
+        if num_batches_tracked is not None:
+            num_batches_tracked.add_(steps)
+        for kept, found in ((running_mean, means), (running_var, variances)):
+            if kept is not None and found is not None:
+                left = (1.0 - momentum) ** torch.arange(steps - 1, -1, -1, device=x.device, dtype=kept.dtype)
+                kept.mul_((1.0 - momentum) ** steps).add_(left @ found.unflatten(0, (steps, channels)), alpha=momentum)
+    return y.unflatten(1, (steps, channels)).transpose(0, 1).flatten(0, 1)
 
 
 def batch_norm_repeated(

@@ -12,7 +12,14 @@ from snnpart import effects, facts, text
 from snnpart.errors import ConfigError, LaunchError, VerifyError
 from snnpart.facts import Cost, Domain, State, TimeRole, Value, Values
 from snnpart.graph import Body
-from snnpart.ops_time import Loop, all_nodes, batch_norm_repeated, batch_norm_steps, leaf_paths
+from snnpart.ops_time import (
+    Loop,
+    all_nodes,
+    batch_norm_at_once,
+    batch_norm_repeated,
+    batch_norm_steps,
+    leaf_paths,
+)
 from snnpart.pass_manager import PassManager
 from snnpart.passes import ANALYZE
 from snnpart.verify import verify
@@ -200,3 +207,21 @@ def test_folded_shapes_grow_with_the_batch(folded: Any) -> None:
             assert (value.shape[0], value.slopes[0]) == (8, 4)
     several = facts.need(_loop_node(folded), Values)
     assert several.items[0].slopes[:2] == (0, 1)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("steps", [2, 5, 25])
+def test_one_norm_over_all_steps_is_the_norms_of_the_steps(steps: int, tracked: bool) -> None:
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(3, track_running_stats=tracked).double() for _ in range(2)]
+    norms[1].load_state_dict(norms[0].state_dict())
+    inputs = [torch.randn(steps * 4, 3, 5, 5, dtype=torch.float64).requires_grad_() for _ in range(1)] * 2
+    made = []
+    for norm, x, over_steps in zip(norms, inputs, (batch_norm_steps, batch_norm_at_once), strict=True):
+        state = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        y = over_steps(x, norm.weight, norm.bias, *state, True, 0.1, norm.eps, steps)
+        (grad,) = torch.autograd.grad(y.square().sum() + (y * x.detach()).sum(), x, retain_graph=True)
+        weights = torch.autograd.grad((y * x.detach()).sum(), (norm.weight, norm.bias))
+        made.append((y, grad, *weights, *(value for value in state if value is not None)))
+    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-10) for a, b in zip(*made, strict=True))
+    assert len(made[0]) == (7 if tracked else 4)

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Measured:
     kernels: tuple[int, int] | None = None
     losses: tuple[float, float] = (0.0, 0.0)
     note: str = ""
+    hottest: str = ""
 
     @property
     def ratio(self) -> float:
@@ -100,8 +101,13 @@ def measure(net: Net, device: str, repeats: int, hoisting: bool) -> Measured:
     for _ in range(repeats):
         for step, seconds in zip((peer, ours), times, strict=True):
             seconds.append(timed(step, device))
-    kernels = (launches(peer), launches(ours)) if device == "cuda" else None
-    return Measured(net, tuple(times[0]), tuple(times[1]), kernels, losses, note)
+    kernels = None
+    if device == "cuda":
+        unfused = ours if hoisting else program(net, model, x, y, fuse=False)[0]
+        kernels = (launches(peer), launches(unfused))
+    measured = Measured(net, tuple(times[0]), tuple(times[1]), kernels, losses, note)
+    missed = measured.ratio < net.limits.get(device, 0.0)
+    return replace(measured, hottest=hottest(ours, device)) if missed else measured
 
 
 def timed(step: Step, device: str) -> float:
@@ -127,6 +133,22 @@ def launches(step: Step) -> int:
     )
 
 
+def hottest(step: Step, device: str, count: int = 6) -> str:
+    """The operations that take most of a step's own time, for a point that misses its limit."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]) as found:
+        step()
+    spent = {
+        event.key: (event.self_device_time_total if device == "cuda" else event.self_cpu_time_total, event.count)
+        for event in found.key_averages()
+    }
+    total = sum(time for time, _ in spent.values()) or 1.0
+    most = sorted(spent.items(), key=lambda item: -item[1][0])[:count]
+    return "profile: " + ", ".join(f"{name} {time / total:.0%} in {calls} calls" for name, (time, calls) in most)
+
+
 def rows(measured: Measured, device: str, quick: bool, hoisting: bool) -> list[dict[str, Any]]:
     """The rows of a point: seconds, and on a GPU kernels."""
     peer_name = "snnpart, hoist=False" if hoisting else "eager loop"
@@ -148,6 +170,7 @@ def _row(
     ratio = values[0] / values[1]
     notes = [measured.note] if metric != "kernels" else []
     notes += [f"at least {wanted:g} wanted"] if wanted is not None else []
+    notes += [measured.hottest] if measured.hottest and metric != "kernels" else []
     notes += [] if agree else [f"losses differ: {measured.losses[0]:.6g} and {measured.losses[1]:.6g}"]
     entry = {
         "bench": "time_folding",
