@@ -78,8 +78,11 @@ def message_of(action: Action, last: int) -> Message | None:
     return None
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8)
-_DTYPES += (torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128)
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.complex64, torch.complex128,
+)  # fmt: skip
+"""Their places are what a header says."""
 
 Way = Literal["sends", "receives"]
 

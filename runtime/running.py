@@ -50,7 +50,9 @@ class RunningProgram:
         self.compiled, self.ranks = compiled, ranks
         precision = Precision(settings.precision, ranks.device)
         mine = compiled.of_rank(ranks.at.pp, ranks.at.tp)
-        self._stage = stage = Stage(mine, values, ranks.device, split=compiled.plan.splits_backward)
+        self._stage = stage = Stage(
+            mine, values, ranks.device, split=compiled.plan.splits_backward, compiles=settings.execution == "compile"
+        )
         stage.share_seed(ranks)
         self._signatures = Signatures(compiled, stage, ranks.at.tp, specialise)
         static = settings.is_static(ranks.device)

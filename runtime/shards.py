@@ -6,7 +6,7 @@ state hold plain tensors over the same memory; afterwards they hold DTensors aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _exchange(
-    optimizer: torch.optim.Optimizer, keys: dict[Tensor, Tensor], change: Callable[[Tensor, Any], Any]
+    optimizer: torch.optim.Optimizer, keys: Mapping[Any, Any], change: Callable[[Tensor, Any], Any]
 ) -> None:
     """Give the state of each parameter to another one, its tensors changed for that one."""
     for old, new in keys.items():
@@ -47,7 +47,7 @@ def _exchange(
 
 
 def _local(parameter: DTensor) -> nn.Parameter:
-    shard = nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad)
+    shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     if isinstance(parameter.grad, DTensor):
         shard.grad = parameter.grad.to_local()
     return shard

@@ -28,6 +28,7 @@ from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.ops_fused import FusedNeuron
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
+from snnpart.runtime.compiled import compiled, leave_alone, left_alone
 from snnpart.runtime.kernels.fused_neuron import Fused
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import views_for_readers
@@ -49,10 +50,20 @@ class Taken(dict[str, Tensor]):
 class StageModule(Body):
     """A body that can be wrapped by DDP or FSDP2: its forward runs whichever bound graph it is given."""
 
+    compiles = False
+    """Whether graphs are compiled by torch.compile when they are bound."""
+
     def bound(self, target: Any) -> Any:
         """A fused neuron runs as a kernel on a GPU."""
         bound = super().bound(target)
-        return Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
+        found = Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
+        return left_alone(found) if self.compiles else found
+
+    def bind(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+        if not self.compiles:
+            return super().bind(graph, bound)
+        function = compiled(self.function_of(graph, bound))
+        return lambda *args: function(self, *args)
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)
@@ -84,9 +95,10 @@ class Stage:
         device: torch.device,
         *,
         split: bool = False,
+        compiles: bool = False,
     ) -> None:
         """`values` holds the user's full tensors by name, or this rank's (`Taken`); `split` says that backward comes in
-        halves."""
+        halves, `compiles` that graphs are compiled."""
         self.indices, self.device, self._split = tuple(program.stage for program in programs), device, split
         self.slices = {part.name: part for program in programs for part in program.tensors}
         self.stage_of = {part.name: program.stage for program in programs for part in program.tensors}
@@ -97,6 +109,9 @@ class Stage:
         self.leaves = {path: _clone(path, program, tensors) for program in programs for path in program.leaves}
         held = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
         self.module = StageModule(held, self.leaves)
+        self.module.compiles = compiles
+        for leaf in self.leaves.values() if compiles else ():
+            leave_alone(leaf)
         self.paths = _paths(self.module, tensors)
         self.between: Between | None = None
         self._launched: SpikeGraph | None = None

@@ -63,9 +63,9 @@ class StaticStep(StaticPass):
         engine.stale = True
         broadcast_buffers(engine.stage, engine.ranks.axes["dp"], self._read)
         total = gradients(engine, self._weighted(), self._loss_fn, lambda: self._targets)
-        device = engine.ranks.device
-        counts = isinstance(total, Tensor) and engine.has_loss
-        loss = total / engine.ranks.mesh.dp if counts else torch.zeros((), device=device)
+        loss = torch.zeros((), device=engine.ranks.device)
+        if isinstance(total, Tensor) and engine.has_loss:
+            loss = total / engine.ranks.mesh.dp
         report = self._update.report(loss, engine.bad_inputs(self._parts))
         self._update.step(report)
         return report

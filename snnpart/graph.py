@@ -231,11 +231,16 @@ class Body(nn.Module):
 
         `bound` says what a node's target is over this body, by default `self.bound`.
         """
+        function = self.function_of(graph, bound)
+        return lambda *args: function(self, *args)
+
+    def function_of(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+        """The graph as a Python function of a body and its placeholders; see `bind`."""
         code = graph.python_code("self")
         scope = {name: (bound or self.bound)(item) for name, item in code.globals.items()}
         exec(compile(code.src, f"<snnpart {id(graph)}>", "exec"), scope)
-        function = scope["forward"]
-        return lambda *args: function(self, *args)
+        function: Callable[..., Any] = scope["forward"]
+        return function
 
     def bound(self, target: Any) -> Any:
         """What a node's target is over this body: a loop calls the body's leaves, all else is itself."""
