@@ -209,7 +209,12 @@ def measured_profile(device: str | torch.device = "cpu", *, again: bool = False)
     path = _cache_file(torch.device(device))
     if path.exists() and not again:
         return MachineProfile.from_json(path.read_text())
-    profile = measure_profile(device)
+    return kept_profile(measure_profile(device), device)
+
+
+def kept_profile(profile: MachineProfile, device: str | torch.device = "cpu") -> MachineProfile:
+    """Keep the profile in the user's cache, from which `measured_profile` reads it; gives it back."""
+    path = _cache_file(torch.device(device))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profile.to_json())
     return profile
