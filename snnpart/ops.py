@@ -196,8 +196,8 @@ class _Vacant(torch.autograd.Function):
         return (None, None, *(grads[0].new_zeros(shape) if wanted else None for shape, wanted in needed))
 
 
-def affine(batch_size: int, slope: int, offset: int) -> int:
-    """A size that depends on the batch."""
+def affine(batch_size: int, slope: int | float, offset: int | float) -> int | float:
+    """A size that depends on the batch, or a number made of one."""
     return slope * batch_size + offset
 
 

@@ -38,8 +38,8 @@ def reset_state(
         reset: the user's own way, called as `reset(model)` instead of all else.
         buffers: names of buffers known to hold state, so that the modules that own them are reset too.
 
-    Raises:
-        TraceError: a module holds a tensor of an earlier forward and has no method to drop it.
+    A module that has no method to drop what an earlier forward left keeps it: forward may replace it unread, and the
+    tracer refuses to read it.
     """
     if reset is not None:
         reset(model)
@@ -51,13 +51,6 @@ def reset_state(
         stale = _own(module) and any(_stale(child) for child in module.modules() if _own(child))
         if stale or _holds_tensors(module) or path in keepers or _holds_window(module):
             _call_reset(module)
-    for path, module in model.named_modules():
-        if _own(module) and (name := _stale(module)):
-            raise TraceError(
-                f"attribute '{name}' holds a tensor of an earlier forward",
-                where=f"module '{path}' ({type(module).__name__})",
-                fix="give the module a reset() without arguments, or pass reset=f, called as f(model)",
-            )
 
 
 def _own(module: nn.Module) -> bool:
@@ -70,11 +63,11 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in vars(module).items() if name not in _TORCH_SLOTS)
 
 
-def _stale(module: nn.Module) -> str:
-    """The name of an attribute or buffer that carries an earlier forward's autograd graph, or ''."""
+def _stale(module: nn.Module) -> bool:
+    """Whether an attribute or buffer carries an earlier forward's autograd graph."""
     made_before_each_call = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # weight_norm
     held = [(n, v) for n, v in (*_plain(module), *module._buffers.items()) if n not in made_before_each_call]
-    return next((name for name, value in held if any(t.grad_fn is not None for t in tensors_in(value))), "")
+    return any(t.grad_fn is not None for _, value in held for t in tensors_in(value))
 
 
 def _holds_tensors(module: nn.Module) -> bool:

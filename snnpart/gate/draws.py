@@ -38,12 +38,24 @@ class WithoutDraws(TorchFunctionMode):
         mean = _MEANS.get(name)
         if mean is not None and args and isinstance(args[0], Tensor):
             return mean(args[0])
+        if name == "randint":
+            return _middle(args, given)
         value = _FILLED.get(name)
         if value is not None:
             given.pop("generator", None)
             size = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
             return torch.full(tuple(size), value, **given)
         return func(*args, **given)
+
+
+def _middle(args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+    """`torch.randint([low,] high, size)` with the integer in the middle everywhere."""
+    given.pop("generator", None)
+    numbers = [number for number in args if isinstance(number, int)]
+    low = given.pop("low", numbers.pop(0) if len(numbers) > 1 else 0)
+    high = given.pop("high", numbers[-1] if numbers else None)
+    size = given.pop("size", args[-1] if args else ())
+    return torch.full(tuple(size), (low + high - 1) // 2, **{"dtype": torch.int64, **given})
 
 
 _MEANS: dict[str, Callable[[Tensor], Tensor]] = {

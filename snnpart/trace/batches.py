@@ -1,6 +1,6 @@
 """Two recordings with two batch sizes become one graph that holds for every batch size.
 
-Both graphs are walked side by side. Where an integer argument differs it becomes `affine(batch_size, slope, offset)`,
+Both graphs are walked side by side. Where a number differs it becomes `affine(batch_size, slope, offset)`,
 where a dim differs it gets a slope. Two points always lie on a line: when some size has an offset (N*N has one, N and
 T*N have none), a third recording must lie on it too. Where the graphs differ in anything else the batch size is part of
 what the code does, and the graph holds for the example batch only.
@@ -27,12 +27,12 @@ class BatchMatters(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """size(n) = slope * n + offset."""
+    """size(n) = slope * n + offset. Floats where the code made one of a size (`n = x.numel() / x.shape[1]`)."""
 
-    slope: int
-    offset: int
+    slope: int | float
+    offset: int | float
 
-    def at(self, n: int) -> int:
+    def at(self, n: int) -> int | float:
         return self.slope * n + self.offset
 
 
@@ -53,6 +53,15 @@ class Pair:
             raise BatchMatters(f"{place}: a size is {a} at batch {self.n} and {b} at batch {self.m}, not a line")
         found = Line(slope, a - slope * self.n)
         self.offsets = self.offsets or (slope != 0 and found.offset != 0)
+        return found
+
+    def float_line(self, a: float, b: float, node: fx.Node) -> Line:
+        """The line through two floats; a third recording must lie on it, as any two points do."""
+        slope = (b - a) / (self.m - self.n)
+        found = Line(slope, a - slope * self.n)
+        if found.at(self.n) != a or found.at(self.m) != b:
+            raise BatchMatters(f"{_place(node)}: an argument is {a!r} at batch {self.n} and {b!r} at batch {self.m}")
+        self.offsets = True
         return found
 
     def nodes(self) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -142,6 +151,8 @@ def _both(pair: Pair, node: fx.Node, a: Any, b: Any, same: dict[fx.Node, fx.Node
         return a
     if type(a) is int:
         return pair.line(a, b, node)
+    if type(a) is float:
+        return pair.float_line(a, b, node)
     raise BatchMatters(f"{_place(node)}: an argument is {a!r} at batch {pair.n} and {b!r} at batch {pair.m}")
 
 
@@ -183,17 +194,18 @@ def _write_sizes(graph: fx.Graph, changes: list[tuple[fx.Node, tuple[Any, ...], 
     if not changes:
         return
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    made: dict[Line, fx.Node] = {}
+    made: dict[tuple[type, Line], fx.Node] = {}
     with graph.inserting_before(first):
         batch = graph.placeholder(BATCH_SIZE)
     facts.put(batch, facts.Origin())
 
     def size(line: Line, user: fx.Node) -> fx.Node:
-        if line not in made:
+        key = type(line.slope), line
+        if key not in made:
             with graph.inserting_before(first):
-                made[line] = graph.call_function(ops.affine, (batch, line.slope, line.offset))
-            facts.put(made[line], facts.origin(user))
-        return made[line]
+                made[key] = graph.call_function(ops.affine, (batch, line.slope, line.offset))
+            facts.put(made[key], facts.origin(user))
+        return made[key]
 
     for node, args, kwargs in changes:
         node.args, node.kwargs = _filled(args, node, size), _filled(kwargs, node, size)

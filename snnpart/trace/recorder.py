@@ -117,8 +117,8 @@ class Recorder:
         root = self.roots.get(id(tensor)) or self._constant(tensor)
         if tensor.grad_fn is not None:
             raise self.error(
-                f"tensor '{root.name}' holds the result of an earlier forward",
-                "reset the module's state before (give it a reset() method, or pass reset=f, called as f(model))",
+                f"'{root.name}' holds a tensor of an earlier forward, and is read here",
+                "give the module a reset() without arguments, or pass reset=f, called as f(model)",
             )
         with self.pause():
             fake = blank_like(self.fakes, tensor)

@@ -61,3 +61,10 @@ def test_draws_are_replaced_by_their_mean() -> None:
         assert torch.equal(torch.bernoulli(x), (x > 0.5).float())
         assert torch.equal(torch.rand(2, 3), torch.full((2, 3), 0.5))
         assert torch.equal(torch.randn((2, 3), dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_integers_that_are_drawn_lie_in_the_middle() -> None:
+    with WithoutDraws():
+        assert torch.randint(3, 9, (2,)).tolist() == torch.randint(low=3, high=9, size=[2]).tolist() == [5, 5]
+        assert torch.randint(5, (2,), dtype=torch.int32).tolist() == [2, 2]
+        assert torch.randint(5, (2,), dtype=torch.int32).dtype == torch.int32

@@ -78,6 +78,36 @@ def test_a_size_with_an_offset() -> None:
     assert (1, 1) in affines(graph)
 
 
+class Unbiased(nn.Module):
+    """A norm by hand: `n` is a float, as `/` gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.numel() / x.size(1)
+        with torch.no_grad():
+            self.seen = 0.9 * self.seen + 0.1 * x.var(0, unbiased=False) * n / (n - 1)
+        return x * 2
+
+
+def test_a_float_made_of_a_size() -> None:
+    graph = check(Unbiased(), data(4, 3), others=data(9, 3))
+    assert affines(graph) == [(1.0, 0.0), (1.0, -1.0)] and graph.batch_fixed == ""
+
+
+class Inverse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 / x.shape[0])
+
+
+def test_a_float_that_is_no_line_fixes_the_batch() -> None:
+    graph = check(nn.Sequential(nn.Identity(), Inverse()), data(4, 3))
+    assert "0.25 at batch 4" in graph.batch_fixed or "linear" in graph.batch_fixed
+    assert not affines(graph)
+
+
 BATCH = 4
 
 

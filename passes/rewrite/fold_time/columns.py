@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from snnpart import effects, facts
+from snnpart.facts import Value
 from snnpart.passes.rewrite.fold_time.steps import Steps
 
 MODEL = 1
@@ -224,8 +225,9 @@ class _Match:
             return isinstance(b, fx.Node) and self._same_step(source, b, step, needs)
         if self.steps.of.get(a) == MODEL - 1 and b is not a:
             return step == 0 or (isinstance(b, fx.Node) and self.steps.of.get(b) == step - 1)
-        if self.steps.of.get(a) == MODEL:
-            return isinstance(b, fx.Node) and self.steps.of.get(b) == step and b not in self.of
+        if self.steps.of.get(a) == MODEL:  # the steps' values are stacked, which numbers made of the batch size are not
+            tensors = isinstance(b, fx.Node) and facts.get(a, Value) is not None and facts.get(b, Value) is not None
+            return tensors and self.steps.of.get(b) == step and b not in self.of
         return a is b or (step == 0 and self.steps.of.get(a) == 0)
 
     def _same_step(self, source: Column, b: fx.Node, step: int, needs: dict[Column, fx.Node]) -> bool:
