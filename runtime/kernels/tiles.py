@@ -21,7 +21,9 @@ except ImportError:  # CPU builds of torch come without it
 
 _WIDEST = 64
 _PROGRAMS = 512
-"""That leave partial sums: enough to keep a GPU of 132 processors busy, few enough to add up quickly."""
+"""That leave partial sums: enough to keep a GPU of 132 processors busy, few enough to add up quickly. Twice as many where
+x is large."""
+_LARGE = 2**24
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def tiles_for(rows: int, channels: int, inner: int, size: int, total: int, *, su
     width = 1 if inner > 1 else min(_WIDEST, triton.next_power_of_2(channels))
     height = max(1, min(size // width, triton.next_power_of_2(rows)))
     across = -(-channels // width)
-    most = max(1, _PROGRAMS // across)
+    most = max(1, (2 * _PROGRAMS if total >= _LARGE else _PROGRAMS) // across)
     count = -(-rows // (height * most)) if sums else 1
     return Tiles(rows, channels, inner, height, width, count, total >= 2**31)
 

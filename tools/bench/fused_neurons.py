@@ -250,6 +250,15 @@ def _row(
     return {column: entry[column] for column in COLUMNS}
 
 
+def write(table: list[dict[str, Any]], path: Path) -> None:
+    """Write the rows there are so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small layer, once")
@@ -261,14 +270,12 @@ def main() -> int:
     layers = {"layer4": LAYERS["layer4"]} if options.quick else LAYERS
     points = [Point(f"{name} N={batch}", *size, batch) for batch in batches for name, size in layers.items()]
     rate = copy_rate()
-    table = [row for point in points for row in rows(point, 1 if options.quick else options.repeats, rate)]
     output = options.output or (None if options.quick else ROOT / "docs/results/fused_neurons.csv")
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+    table: list[dict[str, Any]] = []
+    for point in points:
+        table += rows(point, 1 if options.quick else options.repeats, rate)
+        if output is not None:
+            write(table, output)
     return int(any(row["status"] != "ok" for row in table))
 
 
