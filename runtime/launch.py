@@ -79,19 +79,10 @@ def launch(
         ConfigError: tp * pp does not divide the number of ranks, or an argument cannot be meant.
     """
     settings = Settings(
-        optimizer=optimizer,
-        clip_grad_norm=clip_grad_norm,
-        target_dim=target_dim,
-        reduction=reduction_of(loss_reduction, compiled.plan.schedule),
-        check_loss=verify,
-        timeout=timeout,
-        check_inputs=check_inputs,
-        carry=carry,
-        cut=cut,
-        carrier=carrier,
-        execution=execution,
-        precision=precision,
-    )
+        optimizer=optimizer, clip_grad_norm=clip_grad_norm, target_dim=target_dim, check_loss=verify,
+        reduction=reduction_of(loss_reduction, compiled.plan.schedule), timeout=timeout, check_inputs=check_inputs,
+        carry=carry, cut=cut, carrier=carrier, execution=execution, precision=precision,
+    )  # fmt: skip
     running = _start(compiled, settings, _device(compiled, device), specialise, values)
     if verify and expected is not None:
         expected(running)

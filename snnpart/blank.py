@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from snnpart.compat import BatchNormBase, InstanceNormBase
 from snnpart.errors import TraceError
 from snnpart.frameworks import reset_state
 
@@ -86,5 +86,5 @@ def _averages_kept(model: nn.Module) -> Iterator[None]:
         for buffer, value in kept:
             buffer.copy_(value) if buffer.shape == value.shape else None
     for module in lazy:
-        if isinstance(module, _NormBase):
+        if isinstance(module, (BatchNormBase, InstanceNormBase)):
             module.reset_running_stats()
