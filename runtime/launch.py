@@ -61,32 +61,35 @@ def launch(
         specialise: `(inputs, training) -> CompiledProgram` for a signature the program was not compiled for.
         verify: call `expected(running)` once everything stands; it checks the program and raises if it is wrong.
         target_dim: where the batch is in targets.
-        loss_reduction: what loss_fn does with samples: "mean", "sum", "merged" (GPipe: evaluated once), or a function
-            of a microbatch's targets that gives its weight; see `runtime.losses`. The first step checks it (`verify`).
-        check_inputs: look for NaN and Inf in every batch (on CUDA the host waits for the answer).
+        loss_reduction: what loss_fn does with samples: "mean", "sum", "merged", or a function; see `runtime.losses`.
+        check_inputs: look for NaN and Inf in every batch (an eager step on CUDA waits for the answer).
         timeout: how long a rank waits for another before it fails.
         carry: keep neuron state between steps; `reset` drops it.
         cut: train a sequence as windows of time, the state of one, without its graph, the start of the next.
         carrier: compiles the network with its hand-written state as inputs and outputs.
-        execution: "eager"; "cuda_graph": whole train steps, captured once they have run a few times; "compile": eager
-            with compiled stage graphs; "auto": cuda_graph on CUDA where steps can be captured, else eager.
+        execution: "eager", "cuda_graph", "compile", or "auto": a CUDA graph where it can be; see `runtime.execution`.
         precision: "fp32" (what the tensors say), or autocast to "bf16" or "fp16" (with a loss scale).
-        values: where the tensors come from instead of the model: a mapping of names to tensors, the path of a
-            checkpoint, or a function of name, shape and dtype; each rank keeps its slices only (`runtime.values`).
+        values: where the tensors come from instead of the model (`runtime.values`).
 
     Raises:
         LaunchError: the program runs already, the device is not there, or ranks hold different programs.
         ConfigError: tp * pp does not divide the number of ranks, or an argument cannot be meant.
     """
     settings = Settings(
-        optimizer=optimizer, clip_grad_norm=clip_grad_norm, target_dim=target_dim, check_loss=verify,
-        reduction=reduction_of(loss_reduction, compiled.plan.schedule), timeout=timeout, check_inputs=check_inputs,
-        carry=carry, cut=cut, carrier=carrier, execution=execution, precision=precision,
-    )  # fmt: skip
-    running = _start(compiled, settings, _device(compiled, device), specialise, values)
-    if verify and expected is not None:
-        expected(running)
-    return running
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        target_dim=target_dim,
+        reduction=reduction_of(loss_reduction, compiled.plan.schedule),
+        check_loss=verify,
+        timeout=timeout,
+        check_inputs=check_inputs,
+        carry=carry,
+        cut=cut,
+        carrier=carrier,
+        execution=execution,
+        precision=precision,
+    )
+    return _start(compiled, settings, _device(compiled, device), specialise, values, expected if verify else None)
 
 
 def _start(
@@ -95,6 +98,7 @@ def _start(
     device: torch.device,
     specialise: Specialise | None,
     source: Source | ResetParameters | None,
+    check: Callable[[RunningProgram], Any] | None,
 ) -> RunningProgram:
     """Groups, agreement of the ranks on program and weights, and the running program."""
     earlier = _running.get(id(compiled))
@@ -112,6 +116,8 @@ def _start(
     if taken:
         running.notice("the ranks held different weights; all start from those of rank 0")
     _running[id(compiled)] = running
+    if check is not None:
+        check(running)
     return running
 
 

@@ -38,6 +38,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--evaluate", action="store_true", help="measure evaluations, not train steps")
     parser.add_argument("--plain", action="store_true", help="without fused neurons and channels last")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     return parser.parse_args()
@@ -64,7 +65,7 @@ def start(asked: argparse.Namespace) -> tuple[Any, float]:
         **kernels,
     )
     running = program.launch(
-        lambda params: torch.optim.AdamW(params, lr=1e-3),
+        None if asked.evaluate else lambda params: torch.optim.AdamW(params, lr=1e-3),
         device="cuda",
         execution=asked.mode,
         precision=asked.precision,
@@ -81,7 +82,12 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         (torch.randn(shape, generator=generator).pin_memory(), torch.randint(0, CLASSES, shape[:1]).pin_memory())
         for _ in range(4)
     ]
-    step = lambda number: running.train_step(*batches[number % 4], F.cross_entropy)  # noqa: E731
+
+    def step(number: int) -> Any:
+        if asked.evaluate:
+            return running.eval_step(batches[number % 4][0]).sum()
+        return running.train_step(*batches[number % 4], F.cross_entropy)
+
     began = time.perf_counter()
     step(0).item()
     first = time.perf_counter() - began

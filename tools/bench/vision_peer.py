@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def datasets(count: int, size: int, validation: int) -> tuple[Synthetic, Synthet
     return Synthetic(count, size), Synthetic(validation, size)
 
 
+def evaluation_data(count: int, size: int) -> Synthetic:
+    """What the evaluator's configuration names as the builder of its data."""
+    return Synthetic(count, size)
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=NAMES, default=NAMES[0])
@@ -55,6 +61,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--mode", default="eager")
+    parser.add_argument("--evaluate", action="store_true", help="measure evaluations, not train steps")
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     return parser.parse_args()
@@ -91,8 +98,41 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def evaluate(asked: argparse.Namespace) -> dict[str, Any]:
+    """Its evaluator on an artifact as its export writes it, with the weights of a new network."""
+    from spikingjelly.activation_based.distributed import vision
+    from spikingjelly.activation_based.precision import PrecisionConfig
+
+    dp = int(os.environ["WORLD_SIZE"]) // (asked.tp * asked.pp)
+    path = Path(tempfile.gettempdir()) / f"peer-{os.environ['RANK']}-{os.getpid()}.pt"
+    model = config(asked.model, asked.size)
+    torch.manual_seed(0)
+    weights = model.get_builder_cls()(model)._build_canonical_model().state_dict()
+    torch.save({"schema_version": 2, "model_config": model.as_dict(), "state_dict": weights, "source": {}}, path)
+    found = vision.evaluate_classification(
+        vision.EvaluationConfig(
+            artifact=path,
+            dataset_builder="tools.bench.vision_peer.evaluation_data",
+            dataset_kwargs={"count": asked.batch * dp * asked.steps, "size": asked.size},
+            batch_size=asked.batch,
+            workers=8,
+            data_parallel="fsdp2" if asked.dp == "fsdp2" else "replicate",
+            tensor_parallel_size=asked.tp,
+            pipeline_parallel_size=asked.pp,
+            pipeline_microbatches=asked.microbatches,
+            precision=PrecisionConfig(mode="bf16"),
+            execution_mode=asked.mode,
+            timing_warmup_batches=min(asked.warm, asked.steps),
+        )
+    )
+    path.unlink()
+    memory = torch.cuda.max_memory_reserved()
+    return {"images_per_second": found["images_per_second"], "peak_memory_bytes": memory}
+
+
 def main() -> None:
-    result = train(options())
+    asked = options()
+    result = evaluate(asked) if asked.evaluate else train(asked)
     if int(os.environ["RANK"]) == 0:
         print("RESULT " + json.dumps(result), flush=True)
 

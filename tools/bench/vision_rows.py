@@ -1,0 +1,229 @@
+"""Rows of the vision benchmarks: measurements in processes of their own, the peer's and ours in turn, and their CSV."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.bench.vision_points import TOPOLOGIES, Point  # noqa: E402
+
+COLUMNS = (
+    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
+    "versions", "status", "note",
+)  # fmt: skip
+RATE, MEMORY = "images_per_second", "peak_memory_bytes"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: its name, its points, and the options that both sides' scripts get."""
+
+    name: str
+    points: Callable[[], Iterable[Point]]
+    options: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> Path:
+        return ROOT / "docs/results" / f"{self.name}.csv"
+
+
+class NotMeasured(Exception):
+    """A process that gave no result; the text says why."""
+
+
+def measure(script: str, gpus: int, options: Sequence[str], limit: float) -> dict[str, Any]:
+    """One measurement in processes of its own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    command = [*launcher, str(ROOT / "tools/bench" / script), *options]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NotMeasured(f"no result in {limit:.0f} s") from None
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+            return found
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    raise NotMeasured((errors or done.stderr.splitlines() or ["no output"])[0][:200])
+
+
+def in_turn(point: Point, repeats: int, steps: Sequence[str], limit: float) -> dict[str, list[dict[str, Any]] | str]:
+    """Results of ours ("ours") and of each mode of the peer, one after the other; where one failed, why."""
+    found: dict[str, Any] = {"ours": [], **{mode: [] for mode, _ in point.least}}
+    arguments = dict(TOPOLOGIES[point.topology].peers)
+    for _ in range(repeats):
+        for side, results in found.items():
+            if isinstance(results, str):
+                continue
+            ours = side == "ours"
+            script, extra = ("vision_ours.py", ()) if ours else ("vision_peer.py", arguments[side])
+            try:
+                results.append(measure(script, point.gpus, [*point.options(ours), *extra, *steps], limit))
+            except NotMeasured as error:
+                found[side] = f"{side}: {error}"
+    return found
+
+
+def rows_of(bench: Bench, point: Point, repeats: int, steps: Sequence[str], limit: float) -> list[dict[str, Any]]:
+    """The rows of one point: throughput against each mode of the peer, and memory against its best one."""
+    found = in_turn(point, repeats, [*bench.options, *steps], limit)
+    ours, rows = found["ours"], []
+    for number, (mode, least) in enumerate(point.least):
+        peer = found[mode]
+        if isinstance(peer, str) or isinstance(ours, str):
+            why = "; ".join(x for x in (peer, ours) if isinstance(x, str))
+            rows.append({**blank(bench, point, mode), "status": "failed", "note": why})
+            continue
+        rows.append(compared(bench, point, mode, RATE, [p[RATE] for p in peer], [o[RATE] for o in ours], least))
+        if number == 0:
+            memory = [[result[MEMORY] / 2**30 for result in side] for side in (peer, ours)]
+            rows.append(compared(bench, point, mode, MEMORY, *memory, 1 / point.memory if point.memory else 0.0))
+    return rows
+
+
+def compared(
+    bench: Bench, point: Point, mode: str, metric: str, peer: Sequence[float], ours: Sequence[float], least: float
+) -> dict[str, Any]:
+    """One row; `least` 0 asks for nothing."""
+    middle, theirs = statistics.median(ours), statistics.median(peer)
+    ratio = middle / theirs if metric == RATE else theirs / middle
+    unit = "images/s" if metric == RATE else "GiB"
+    return {
+        **blank(bench, point, mode),
+        "metric": metric if metric == RATE else "peak memory reserved",
+        "unit": unit,
+        "peer": f"{theirs:.5g}",
+        "ours": f"{middle:.5g}",
+        "ratio": f"{ratio:.3g}",
+        "repeats": len(ours),
+        "spread": f"{(max(ours) - min(ours)) / middle:.3f}",
+        "status": "ok" if ratio >= least else "failed",
+        "note": "" if ratio >= least else f"less than {least:.3g} times",
+    }
+
+
+def blank(bench: Bench, point: Point, mode: str) -> dict[str, Any]:
+    values: dict[str, Any] = dict.fromkeys(COLUMNS, "")
+    values |= {"bench": bench.name, "point": point.name, "metric": RATE, "unit": "images/s"}
+    values |= {"peer_name": f"SpikingJelly {mode}", "machine": machine(), "versions": versions()}
+    return values
+
+
+def not_run(bench: Bench, point: Point) -> list[dict[str, Any]]:
+    command = f'python tools/bench/{bench.name}.py --points "{point.name}"'
+    note = f"needs {point.gpus} GPUs; {command}"
+    empty = {"status": "not-run", "note": note, "machine": "", "versions": ""}
+    return [{**blank(bench, point, mode), **empty} for mode, _ in point.least]
+
+
+def machine() -> str:
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
+    return f"{torch.cuda.device_count()} x {name}"
+
+
+def versions() -> str:
+    from importlib.metadata import version
+
+    return f"torch {torch.__version__}, spikingjelly {version('spikingjelly')}"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write(bench: Bench, path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    order = {point.name: i for i, point in enumerate(bench.points())}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: order.get(row["point"], len(order))))
+
+
+def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
+    """Throughput against memory, the peer and ours, one panel a network."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = sorted({row["point"].split()[0] for row in rows})
+    figure, axes = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4.5), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        own = [row for row in rows if row["point"].startswith(model + " ") and row["ours"]]
+        memory = {row["point"]: row for row in own if row["unit"] == "GiB"}
+        rates = [row for row in own if row["unit"] == "images/s" and row["point"] in memory]
+        for side, marker in (("peer", "o"), ("ours", "^")):
+            first = {row["point"]: row for row in reversed(rates)}
+            found = [(float(memory[name][side]), float(row[side]), name) for name, row in first.items()]
+            axis.scatter([x for x, _, _ in found], [y for _, y, _ in found], marker=marker, label=side)
+            for x, y, name in found:
+                axis.annotate(name.removeprefix(model + " "), (x, y), fontsize=6)
+        axis.set(xscale="log", yscale="log", xlabel="peak memory reserved, GiB", ylabel="images/s", title=model)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(target, metadata={"Date": None})
+
+
+def measured(
+    bench: Bench, asked: argparse.Namespace, point: Point, before: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of a point: new ones, or those of before where this machine has too few GPUs."""
+    if point.gpus > torch.cuda.device_count():
+        return before or not_run(bench, point)
+    if not asked.quick:
+        return rows_of(bench, point, asked.repeats, [], asked.time_limit)
+    return rows_of(bench, replace(point, size=32), 1, ["--warm", "5", "--steps", "3"], asked.time_limit)
+
+
+def arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", action="append", default=[], help="only points whose name holds this")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for one measurement")
+    parser.add_argument("--again", action="store_true", help="measure points that have rows already")
+    parser.add_argument("--quick", action="store_true", help="small images and few steps; writes only to --output")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--plot", action="store_true", help="only draw the plot")
+    return parser.parse_args()
+
+
+def main(bench: Bench, description: str) -> int:
+    asked = arguments(description)
+    target = asked.output or (None if asked.quick else bench.target)
+    rows = read(target) if target is not None else []
+    for point in () if asked.plot else bench.points():
+        before = [row for row in rows if row["point"] == point.name and row["status"] in ("ok", "failed")]
+        chosen = not asked.points or any(text in point.name for text in asked.points)
+        if not chosen or (before and not asked.again):
+            continue
+        found = measured(bench, asked, point, before)
+        rows = [row for row in rows if row["point"] != point.name] + found
+        for row in found:
+            print("{point}: {metric} peer {peer} ours {ours} ratio {ratio} {status} {note}".format(**row), flush=True)
+        if target is not None:
+            write(bench, target, rows)
+    if target is not None and any(row["ours"] for row in rows):
+        plot(rows, target.with_suffix(".svg"))
+    return 0
