@@ -87,7 +87,8 @@ def _key(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> s
     if loop is None:
         return repr((dims, encoded))
     graphs = [print_fx(graph, with_facts=False, with_origin=False) for graph in loop.graphs]
-    _, fixed, carried = scan.args
+    given: Any = scan.args
+    _, fixed, carried = given
     return repr((dims, encoded, graphs, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan)))
 
 
@@ -101,7 +102,8 @@ def _scan(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> 
     if loop is None:
         ((name, leaf),) = leaves.items()
         return scan_of_leaf(name, leaf)
-    _, fixed, carried = scan.args
+    given: Any = scan.args
+    _, fixed, carried = given
     return scan_of_loop(loop, leaves, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan))
 
 

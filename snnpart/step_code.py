@@ -252,7 +252,8 @@ def _masked_fill(writer: _Writer, node: fx.Node) -> _Cell:
 def _index_put(writer: _Writer, node: fx.Node) -> _Cell:
     if not _masks(node) or len(node.args) > 3 and node.args[3]:
         raise StepError("its step writes at computed places")
-    x, (mask,), value = node.args[:3]  # type: ignore[misc]
+    x, index, value = node.args[:3]
+    mask = index[0]  # type: ignore[index]
     return writer.name(f"tl.where({writer.cell(mask).text}, {writer.real(value)}, {writer.real(x)}).to(CT)", False)
 
 
@@ -277,7 +278,7 @@ def _pow(writer: _Writer, node: fx.Node) -> _Cell:
         if abs(exponent) < 9:
             return writer.name(f"1.0 / ({product})" if exponent < 0 else product, False)
     if not isinstance(base, fx.Node) and float(base) > 0:  # type: ignore[arg-type]
-        return writer.name(f"tl.exp({_number(math.log(float(base)))} * {writer.real(exponent)})", False)
+        return writer.name(f"tl.exp({_number(math.log(float(base)))} * {writer.real(exponent)})", False)  # type: ignore[arg-type]
     raise StepError(f"there is no kernel text for {node.target} with {exponent}")
 
 

@@ -215,7 +215,7 @@ class _Backward:
     p: tuple[Tensor, ...]
     dy: Tensor
 
-    def run(self) -> tuple[Sequence[Tensor], Tensor]:
+    def run(self) -> tuple[Tensor | tuple[()], Tensor]:
         """The sums over channels, in the form's order, and x's gradient."""
         if not self.form.sums:
             return (), self._launch(None, write=True, reduce=False)[1]

@@ -21,8 +21,8 @@ except ImportError:  # CPU builds of torch come without it
 
 _WIDEST = 64
 _PROGRAMS = 512
-"""That leave partial sums: enough to keep a GPU of 132 processors busy, few enough to add up quickly. Twice as many where
-x is large."""
+"""That leave partial sums: enough to keep a GPU of 132 processors busy, few enough to add up quickly. Twice as many
+where x is large."""
 _LARGE = 2**24
 
 
