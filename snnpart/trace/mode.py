@@ -78,7 +78,7 @@ class RecordingMode(TorchFunctionMode):
             return sizes.watched(answer, self.recorder.asked) if function in _SIZES else answer
         if called_below_autograd(function):
             self.recorder.refused = self.recorder.error(
-                f"TorchScript calls '{function}' here, where no gradient can be recorded",
+                f"'{function}' is called here below autograd (by TorchScript or C++ code), without a gradient",
                 "call the Python code, or make the scripted module an attribute of the one that calls it",
             )
             raise self.recorder.refused

@@ -39,6 +39,7 @@ def modules_recorded(recorder: Recorder, modules: Modules) -> Iterator[None]:
         (nn.MultiheadAttention, "forward", attention(recorder)),
         (torch.autocast, "__enter__", _autocast(recorder)),
         (torch.jit.ScriptFunction, "__call__", _scripted(recorder)),
+        (type(torch.autograd.Variable), "__call__", _variable(recorder)),
     ]
     with patched(patches), modules.guarded():
         yield
@@ -120,6 +121,17 @@ def _instance_norm(recorder: Recorder) -> Any:
         return instance_norm_updating(module, x)
 
     return _apply_instance_norm
+
+
+def _variable(recorder: Recorder) -> Any:
+    """`Variable(x)` of old code gives x without its gradient, in a constructor that no mode sees."""
+
+    def __call__(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.paused or len(args) != 1 or not isinstance(args[0], Tensor) or kwargs.get("requires_grad"):
+            return type.__call__(kind, *args, **kwargs)
+        return args[0].detach()
+
+    return __call__
 
 
 def _scripted(recorder: Recorder) -> Any:

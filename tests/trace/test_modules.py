@@ -411,6 +411,21 @@ def test_a_scripted_method_of_a_module_that_no_module_registers_is_refused() -> 
         def forward(self, x: Tensor) -> Tensor:
             return doubled.forward(self.a(x))
 
-    with pytest.raises(TraceError, match=r"TorchScript calls 'aten\.mul") as caught:
+    with pytest.raises(TraceError, match=r"'aten\.mul\.Scalar' is called here below autograd") as caught:
         trace(fill(Net()), data(3, 4))
     assert "doubled.forward(self.a(x))" in str(caught.value)
+
+
+def test_old_code_that_makes_variables() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            variable: Any = torch.autograd.Variable
+            v, y = variable(torch.zeros(x.shape[0], 4, dtype=x.dtype)), self.a(x)
+            v += 1
+            return Spike.apply(v * y + variable(y * 2) - 0.2)
+
+    check(fill(Net()), data(3, 4))
