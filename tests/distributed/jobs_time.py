@@ -103,7 +103,7 @@ def fails_for_itself() -> tuple[str, str, float]:
     running = started(program)
     batch = windows([3], 4)[0]
     found = ("", "")
-    broken = mock.patch.object(Batches, "_parts", side_effect=Unsendable("bad luck"))
+    broken = mock.patch.object(Batches, "parts", side_effect=Unsendable("bad luck"))
     try:
         with broken if dist.get_rank() == 1 else mock.MagicMock():
             running.train_step(*batch, F.cross_entropy)

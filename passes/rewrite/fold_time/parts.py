@@ -65,8 +65,19 @@ class _Parts:
         self.graph, self.columns, self.takes_all_steps = graph, columns, takes_all_steps
         self.order = {node: i for i, node in enumerate(graph.graph.nodes)}
         self.invariant: set[Column] = set()
+        self.with_readers: dict[Column, str] = {}
 
     def run(self) -> list[Part]:
+        """A loop's results are tensors of all steps: what reads another value of a step has to run in the loop too."""
+        while True:
+            parts = self._arranged()
+            found = {column: part.why for part in parts if part.kind == "loop" for column in part.columns}
+            found = {c: why for c, why in found.items() if not (c in self.with_readers or facts.get(c.model, Value))}
+            if not found:
+                return parts
+            self.with_readers |= found
+
+    def _arranged(self) -> list[Part]:
         dependencies = self._dependencies()
         condensed = nx.condensation(dependencies)
         members = {part: data["members"] for part, data in condensed.nodes(data=True)}
@@ -121,7 +132,7 @@ class _Parts:
             if (state := _state_of(model)) is not None:
                 tied[state].append(column)
             makes_tuple = model.op == "call_module" or isinstance(model.target, type)
-            if makes_tuple and facts.get(model, Value) is None:
+            if column in self.with_readers or (makes_tuple and facts.get(model, Value) is None):
                 found.add_edges_from((user, column) for user in list(found.successors(column)))
         for members in tied.values():
             if members[0].model.op == "call_module" and not self.takes_all_steps(members[0].model):
@@ -141,7 +152,8 @@ class _Parts:
             )
         if len(members) > 1 or dependencies.has_edge(columns[0], columns[0]):
             is_total = len(members) == 1 and is_running_sum(columns[0], self.columns)
-            return Part("total" if is_total else "loop", columns, nodes)
+            why = next(filter(None, (self.with_readers.get(column) for column in columns)), "")
+            return Part("total" if is_total else "loop", columns, nodes, why)
         return self._single(columns[0])
 
     def _is_first_step(self, node: fx.Node) -> bool:

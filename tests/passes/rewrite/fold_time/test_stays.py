@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from snnpart import ops
+from snnpart.ops_time import Loop
 from tests.graphs import Wrap
+from tests.passes.rewrite.fold_time.nets import ArgumentLIF
 from tests.passes.rewrite.fold_time.parity import check, fold, images, traced
 from tools.zoo.unet import RecordedUNet
 
@@ -58,3 +60,30 @@ def test_a_number_made_of_the_batch_size_that_changes_with_the_step() -> None:
     graph = traced(Means().double(), images(3, 4, 6))
     assert len({node.args[1:] for node in graph.graph.nodes if node.target is ops.affine}) >= 4
     check(Means().double(), images(3, 4, 6), fires=False)
+
+
+class Normed(nn.Module):
+    """Each step's values are normed over the samples by hand: mean and variance come as one result."""
+
+    def __init__(self, feedback: bool) -> None:
+        super().__init__()
+        self.fc, self.lif, self.out, self.feedback = nn.Linear(6, 5), ArgumentLIF(), nn.Linear(5, 3), feedback
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, s, steps = None, torch.zeros(x.shape[1], 5, dtype=x.dtype), []
+        for t in range(x.shape[0]):
+            y = self.fc(x[t]) + s if self.feedback else self.fc(x[t])
+            variance, mean = torch.var_mean(y, 0, keepdim=True)
+            s, v = self.lif((y - mean) * torch.rsqrt(variance + 1e-3), v)
+            steps.append(self.out(s))
+        return torch.stack(steps)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_an_operation_with_several_results_runs_in_the_loop_with_what_reads_them(steps: int, feedback: bool) -> None:
+    torch.manual_seed(0)
+    graph = check(Normed(feedback).double(), images(steps, 7, 6), fires=False, in_dims=1, time_dims=0)
+    loops = [node.target for node in graph.graph.nodes if isinstance(node.target, Loop)]
+    assert any(node.target is torch.var_mean for loop in loops for node in loop.nodes())
+    assert feedback or "runs step by step: var_mean is not known to treat samples apart" in graph.notes["fold-time"]
