@@ -76,6 +76,9 @@ class Captures:
         self.stream = torch.cuda.Stream(engine.ranks.device) if cuda else None
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
         self._failed = False
+        if cuda and not engine.ranks.captures:
+            self._failed = True
+            notice("steps run uncaptured: the ranks talk through another backend than NCCL, which no graph can hold")
         self._passes: OrderedDict[Hashable, StaticPass] = OrderedDict()
         _open.add(self)
 

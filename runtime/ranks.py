@@ -55,6 +55,11 @@ class Ranks:
         at = self.at
         return f"rank {self.rank} (dp {at.dp}, pp {at.pp}, tp {at.tp})"
 
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can hold what this rank sends."""
+        return self.world.group is None or "nccl" in str(dist.get_backend_config(self.world.group))
+
     def sum(self, numbers: Sequence[float], axis: Axis | None = None) -> list[float]:
         """The sums of the numbers over the ranks of the axis (default: all ranks), equal on each of them."""
         axis = axis or self.world

@@ -37,6 +37,8 @@ Microbatches = Annotated[int | None, typer.Option(help="parts of a batch in the 
 Schedule = Annotated[str | None, typer.Option(help="1f1b (default), gpipe, interleaved-1f1b, interleaved-zb or zbv")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON of a plan to keep")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write instead of the terminal")]
+Execution = Annotated[str, typer.Option(help="how steps run: auto, eager, compile or cuda_graph")]
+Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16")]
 Verify = Annotated[str, typer.Option(help="compare with the model: off, trace or full")]
 
 

@@ -34,7 +34,8 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-interleaved": (2, {"pp": 2, "schedule": "interleaved-1f1b", "microbatches": 2}),
     "pp2-zbv": (2, {"pp": 2, "schedule": "zbv", "microbatches": 4}),
 }
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = os.environ.get("CASE_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
+"""cuda:0 has all ranks share one GPU, through gloo."""
 STEPS, BATCH, T = 20, 16, 3
 LIMIT = float(os.environ.get("CASE_LIMIT", "60"))
 UNEVEN = {9: 12, 19: 11}
@@ -91,7 +92,7 @@ def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **optio
         make_net(dropout), example_inputs=x[:share], input_layout="NCHW", time_steps=T, verify="off", **topology
     )
     running = program.launch(
-        lambda params: torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE == "cuda"),
+        lambda params: torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE != "cpu"),
         device=DEVICE,
         execution=mode,
         precision=precision,
@@ -146,8 +147,6 @@ def main() -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     rank = int(os.environ.get("RANK", "0"))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if DEVICE == "cuda":
-            torch.cuda.set_device(rank)
         dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     found: dict[str, Any] = {}
     for case in cases:

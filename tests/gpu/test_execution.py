@@ -6,6 +6,7 @@ takes over weights and optimizer. bfloat16 lies within what reruns of the eager 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,13 +24,14 @@ ROOT = Path(__file__).parents[2]
 class Runs:
     """Results of cases by name; all cases that need as many ranks run in one go when the first is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._found = folder, dict[str, Any]()
+    def __init__(self, folder: Path, device: str = "cuda") -> None:
+        self._folder, self._device, self._found = folder, device, dict[str, Any]()
 
     def __getitem__(self, case: str) -> dict[str, Any]:
         if case not in self._found:
             ranks = TOPOLOGIES[case.split(":")[0]][0]
-            self._run(ranks, [c for c in CASES if TOPOLOGIES[c.split(":")[0]][0] == ranks])
+            together = CASES if self._device == "cuda" else [case]
+            self._run(ranks, [c for c in together if TOPOLOGIES[c.split(":")[0]][0] == ranks])
         result: dict[str, Any] = self._found[case]
         assert "error" not in result, f"{case}: {result['error']}"
         return result
@@ -41,8 +43,11 @@ class Runs:
             path.unlink(missing_ok=True)
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             command = [sys.executable, *launcher, "-m", "tests.gpu.jobs_execution", str(path), *left]
+            environment = {**os.environ, "CASE_DEVICE": self._device}
             try:
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+                done = subprocess.run(
+                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+                )
                 said = done.stderr
             except subprocess.TimeoutExpired as error:
                 said = f"timed out: {(error.stderr or b'')[-3000:]!r}"
@@ -89,4 +94,13 @@ def test_half_precision_steps_are_eager_steps(runs: Runs, name: str, precision: 
     want, got = runs[f"{name}:eager:{precision}"], runs[f"{name}:cuda_graph:{precision}"]
     assert got["captured"] >= 1, got["notices"]
     assert want["losses"] != runs[f"{name}:eager:fp32"]["losses"]
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)
+
+
+def test_two_ranks_that_share_a_gpu_run_uncaptured(tmp_path: Path) -> None:
+    """Through gloo, which no graph can hold: the steps are the same."""
+    shared = Runs(tmp_path, "cuda:0")
+    want, got = shared["ddp2:eager:fp32"], shared["ddp2:cuda_graph:fp32"]
+    assert got["captured"] == 0
+    assert any("another backend than NCCL" in notice for notice in got["notices"])
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)

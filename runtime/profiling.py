@@ -1,0 +1,232 @@
+"""Where the time of a train step goes: by module and pass, launches, communication, beside the prediction.
+
+Two launches of one program. In the first its stage graphs carry marks: each operation runs inside a `record_function`
+that names module and pass, and what the profiler sees of a backward belongs to the forward with its sequence number.
+Those steps are eager. The second, without marks, runs as it would in training; from it come the time of a step, the
+time in which the device computes, and the time in which it communicates.
+
+On the CPU operations are what kernels are on a GPU, and nothing can be said of gaps between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from snnpart.costs import MachineProfile
+from snnpart.facts import Cost, Origin, get
+from snnpart.program import CompiledProgram
+from snnpart.timeline import predicted
+
+MARK = "snnpart|"
+_BACKWARD = 1
+"""torch's RecordScope of a backward function."""
+_COMMUNICATION = ("nccl", "gloo", "c10d::")
+OTHER, OPTIMIZER = "(other)", "(optimizer)"
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module under one pass, all times in microseconds."""
+
+    module: str
+    made_by: str
+    forward: float
+    backward: float
+    predicted: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A step as it runs, in microseconds: from start to end, with a kernel under way, communicating."""
+
+    step: float
+    busy: float
+    communication: float
+
+    @property
+    def gaps(self) -> float:
+        """The share of the step in which no kernel runs, 0 to 1."""
+        return max(0.0, 1 - self.busy / self.step)
+
+
+_entered: list[Any] = []
+
+
+def enter(label: str) -> None:
+    """Begin a range of the profiler."""
+    _entered.append(record_function(label).__enter__())
+
+
+def leave() -> None:
+    """End the range that was begun last."""
+    _entered.pop().__exit__(None, None, None)
+
+
+def marked(compiled: CompiledProgram) -> CompiledProgram:
+    """The program with marks around the operations of its stage graphs."""
+    stages = {at: replace(program, graph=_marked(program.graph)) for at, program in compiled.stages.items()}
+    return replace(compiled, stages=stages)
+
+
+def _marked(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    result = made.graph_copy(graph, {})
+    if result is not None:
+        made.output(result)
+    for node in [node for node in made.nodes if node.op.startswith("call_")]:
+        with made.inserting_before(node):
+            made.call_function(enter, (_label(node),))
+        with made.inserting_after(node):
+            made.call_function(leave, ())
+    return made
+
+
+def _label(node: fx.Node) -> str:
+    origin = get(node, Origin) or Origin()
+    return f"{MARK}{origin.module or '(network)'}|{origin.made_by}"
+
+
+def by_module(step: Step, compiled: CompiledProgram, device: torch.device) -> list[Row]:
+    """The rows of one marked step, the longest first."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=kinds) as seen:
+        step()
+        _wait(device)
+    times = _times(list(seen.events()), device.type == "cuda")
+    costs: dict[tuple[str, str], float] = defaultdict(float)
+    for node in compiled.source.graph.nodes:
+        cost = get(node, Cost)
+        if cost is not None and node.op.startswith("call_"):
+            module, _, made_by = _label(node).removeprefix(MARK).partition("|")
+            costs[module, made_by] += cost.us
+    rows = [Row(*at, *found, costs.get(at, 0.0)) for at, found in times.items()]
+    return sorted(rows, key=lambda row: -row.total)
+
+
+def _times(events: Sequence[Any], cuda: bool) -> dict[tuple[str, str], tuple[float, float]]:
+    """Forward and backward time of each (module, pass)."""
+    forward_of: dict[int, tuple[str, str]] = {}
+    for event in events:
+        at = _mark_of(event)
+        if at is not None and event.sequence_nr >= 0 and event.scope != _BACKWARD:
+            forward_of.setdefault(event.sequence_nr, at)
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        own = event.self_device_time_total if cuda else event.self_cpu_time_total
+        if own <= 0 or event.device_type != torch.autograd.DeviceType.CPU:
+            continue
+        at, backward = _belongs(event, forward_of)
+        found[at][backward] += own
+    return {at: (forward, backward) for at, (forward, backward) in found.items()}
+
+
+def _above(event: Any) -> Iterator[Any]:
+    """The event and what encloses it, from the inside out."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def _mark_of(event: Any) -> tuple[str, str] | None:
+    for outer in _above(event):
+        if outer.name.startswith(MARK):
+            module, _, made_by = outer.name.removeprefix(MARK).partition("|")
+            return module, made_by
+    return None
+
+
+def _belongs(event: Any, forward_of: dict[int, tuple[str, str]]) -> tuple[tuple[str, str], bool]:
+    """The module and pass of an event, and whether it is part of a backward."""
+    at = _mark_of(event)
+    if at is not None:
+        return at, False
+    for outer in _above(event):
+        if outer.scope == _BACKWARD and outer.sequence_nr in forward_of:
+            return forward_of[outer.sequence_nr], True
+        if outer.name.startswith("Optimizer.step"):
+            return (OPTIMIZER, ""), False
+    return (OTHER, ""), False
+
+
+def whole(step: Step, device: torch.device, repeats: int = 10) -> Whole:
+    """A step as it runs. The step has run often enough before."""
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    _wait(device)
+    seconds = (time.perf_counter() - began) / repeats
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+        step()
+        _wait(device)
+    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    events = [event for event in seen.events() if event.device_type == kind]
+    talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
+    busy = _union([event.time_range for event in events])
+    return Whole(1e6 * seconds, min(busy, 1e6 * seconds), _union([event.time_range for event in talking]))
+
+
+def _union(ranges: Sequence[Any]) -> float:
+    """The microseconds that at least one of the ranges covers."""
+    total, end = 0.0, float("-inf")
+    for one in sorted(ranges, key=lambda one: one.start):
+        total += max(0.0, one.end - max(one.start, end))
+        end = max(end, one.end)
+    return total
+
+
+def roofline(compiled: CompiledProgram) -> float:
+    """Microseconds of a step by work alone: operations at the larger of flops over rate and bytes over bandwidth."""
+    costs = [cost for node in compiled.source.graph.nodes if (cost := get(node, Cost)) is not None]
+    return sum(
+        max(0.0, cost.forward_us - cost.launch_us)
+        + (max(0.0, cost.backward_us - cost.launch_us) if cost.backward_us else 0.0)
+        for cost in costs
+    )
+
+
+def predictions(compiled: CompiledProgram) -> tuple[float, float]:
+    """The predicted microseconds of a step without communication over dp, and the share in which ranks wait."""
+    line = predicted(compiled)
+    return line.end, line.bubble
+
+
+def measured_machine(profile_before: MachineProfile, device: torch.device, dtype: torch.dtype) -> MachineProfile:
+    """The profile with this device's own rate of matrix products in `dtype`, and its copy bandwidth."""
+    size = 8192 if device.type == "cuda" else 1024
+    x = torch.randn(size, size, device=device).to(dtype)
+    large = torch.empty(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    other = torch.empty_like(large)
+    product = _seconds(lambda: x @ x, device)
+    copied = _seconds(lambda: other.copy_(large), device)
+    flops = {**profile_before.flops, str(dtype).removeprefix("torch."): 2 * size**3 / product}
+    return replace(profile_before, flops=flops, copy=2 * large.numel() / copied, source="measured here")
+
+
+def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    work()
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    _wait(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,48 @@
+"""Profiles: whose time it is, forward and backward, and what the command prints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from snnpart.api import parallelize
+from snnpart.cli import app
+from snnpart.runtime import profiling
+from snnpart.runtime.launch import launch
+from tests.gpu import jobs_execution as gpu
+
+
+def test_time_belongs_to_the_module_that_computes() -> None:
+    x, y = gpu.batch(0)
+    compiled = parallelize(gpu.make_net(), example_inputs=x, input_layout="NCHW", time_steps=2, verify="off").compiled
+    adamw = lambda params: torch.optim.AdamW(params)
+    with launch(profiling.marked(compiled), optimizer=adamw, execution="eager") as running:
+        step = lambda: running.train_step(x, y, gpu.loss_fn)
+        marked = step().item()
+        rows = profiling.by_module(step, compiled, torch.device("cpu"))
+    with launch(compiled, optimizer=adamw, execution="eager") as running:
+        assert running.train_step(x, y, gpu.loss_fn).item() == marked
+    found = {row.module: row for row in rows}
+    convolutions = [row for name, row in found.items() if name.endswith(("c1", "c2"))]
+    assert len(convolutions) == 8
+    assert all(row.forward > 0 and row.backward > 0 and row.predicted > 0 for row in convolutions)
+    assert found[profiling.OPTIMIZER].total > 0
+    elsewhere = found[profiling.OTHER].total if profiling.OTHER in found else 0.0
+    assert elsewhere < sum(row.total for row in rows) / 2
+
+
+def test_overlapping_kernels_count_once() -> None:
+    spans = [SimpleNamespace(start=start, end=end) for start, end in ((0, 5), (3, 8), (10, 12), (11, 11.5))]
+    assert profiling._union(spans) == pytest.approx(10)
+    assert profiling.Whole(step=20, busy=10, communication=0).gaps == pytest.approx(0.5)
+
+
+def test_the_command_prints_step_roofline_and_modules() -> None:
+    words = ["profile", "tests.nets:Net", "--input", "float32[2,3,8,8]", "--layout", "NCHW"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    for word in ("step ", "computing", "gaps", "roofline", "conv1", "(optimizer)"):
+        assert word in done.output
