@@ -30,6 +30,8 @@ def step_of_region(target: FusedNeuron, module: nn.Module) -> NeuronStep:
     Raises:
         StepError: it has none, or none that can be written as a kernel.
     """
+    if target.recorded is not None:
+        return target.recorded
     scan = parts(target.region).scan
     leaves = {path: module.get_submodule(path) for path in leaf_paths(scan)}
     return step_of(scan, leaves)
@@ -66,6 +68,11 @@ def _plain(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> tuple[Loop | None,
 def leaf_name(index: int) -> str:
     """The name under which a step's parameters know the scan's leaf number `index`."""
     return f"leaf{index}"
+
+
+def leaf_number(name: str) -> int:
+    """Which of the scan's leaves `leaf_name` gave this name."""
+    return int(name.removeprefix("leaf"))
 
 
 def _renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:

@@ -24,6 +24,7 @@ from snnpart import facts, ops
 from snnpart.errors import LaunchError
 from snnpart.facts import Value
 from snnpart.graph import output_node
+from snnpart.neuron_step import NeuronStep
 from snnpart.ops_time import Loop, Nested
 
 NORMS = (ops.batch_norm, ops.batch_norm_copies)
@@ -34,12 +35,14 @@ _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
 class FusedNeuron(Nested):
     """Computes `region`, whose neuron takes `steps` steps, with states rounded to the dtype `state` in a kernel.
 
+    `recorded` is the neuron's step, where a pass has recorded it; it is not part of the text, and can be made again.
     `over(bind)` is the region as a function over a module's leaves.
     """
 
     region: fx.Graph
     steps: int
     state: str = "float32"
+    recorded: NeuronStep | None = None
 
     def __post_init__(self) -> None:
         """fx prints a target by these three names, which an instance does not have by itself."""

@@ -16,6 +16,7 @@ What stays as it is, is named with the reason.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +29,8 @@ from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Origin, State, Value
 from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
-from snnpart.neuron_scan import start_number, step_of
-from snnpart.neuron_step import StepError
+from snnpart.neuron_scan import leaf_number, start_number, step_of
+from snnpart.neuron_step import NeuronStep, StepError
 from snnpart.ops_fused import FusedNeuron, is_expansion, scan_input, splits_time
 from snnpart.ops_time import Loop, leaf_paths
 
@@ -47,8 +48,10 @@ def fuse_neurons(
     stays: list[str] = []
     for scan in [node for node in graph.nodes if _is_scan(node, leaves)]:
         try:
-            _check(scan, leaves)
-            _fuse(graph, _chain(scan), profile, state)
+            _check_form(scan, leaves)
+            step = step_of(scan, {path: leaves[path].module for path in leaf_paths(scan)})
+            _check_parameters(scan, leaves, step)
+            _fuse(graph, _chain(scan), profile, state, step)
         except StepError as error:
             stays.append(f"{facts.place(scan)} is not fused: {error}")
     return tuple(stays)
@@ -61,10 +64,19 @@ def _is_scan(node: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
     return isinstance(node.target, Loop)
 
 
-def _check(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> None:
-    """StepError unless a kernel can be generated for the scan."""
-    _check_form(scan, leaves)
-    step_of(scan, {path: leaves[path].module for path in leaf_paths(scan)})
+def _check_parameters(scan: fx.Node, leaves: Mapping[str, LeafInfo], step: NeuronStep) -> None:
+    """StepError for a tensor of a leaf that is neither one number nor one for each channel."""
+    paths = leaf_paths(scan)
+    dims = len(facts.need(scan_input(scan), Value).shape) - 1
+    for name in step.parameters:
+        leaf, _, inside = name.partition(".")
+        if not inside:
+            continue
+        value = functools.reduce(getattr, inside.split("."), leaves[paths[leaf_number(leaf)]].module)
+        shape = tuple(value.shape)  # type: ignore[attr-defined]
+        padded = (1,) * (dims - len(shape)) + shape
+        if torch.Size(shape).numel() > 1 and (dims < 2 or padded[1] != torch.Size(shape).numel()):
+            raise StepError(f"'{inside}' has shape {shape}, which is no number for each channel")
 
 
 def _check_form(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> None:
@@ -173,7 +185,7 @@ def _is_plain_addition(node: fx.Node) -> bool:
     return same and node.args[0] is not node.args[1] and not node.kwargs
 
 
-def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, state: str) -> None:
+def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, state: str, step: NeuronStep) -> None:
     end = chain.nodes[-1]
     inputs = list(dict.fromkeys(n for node in chain.nodes for n in node.all_input_nodes if n not in chain.nodes))
     region, mapping = fx.Graph(), {}
@@ -185,7 +197,7 @@ def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, state: str) -
     region.output((mapping[end],))
     steps = facts.need(scan_input(chain.scan), Value).shape[0]
     with graph.inserting_after(end):
-        fused = graph.call_function(FusedNeuron(region, steps, state), tuple(inputs))
+        fused = graph.call_function(FusedNeuron(region, steps, state, step), tuple(inputs))
     fused.meta = dict(end.meta)
     origin = facts.get(chain.scan, Origin) or Origin()
     facts.put(fused, replace(origin, made_by=NAME), _cost(chain, inputs, end, profile))

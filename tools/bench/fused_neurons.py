@@ -251,8 +251,12 @@ def _row(
 
 
 def write(table: list[dict[str, Any]], path: Path) -> None:
-    """Write the rows there are so far."""
+    """Write the rows there are so far; rows of other points that the file holds stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        measured = {row["point"] for row in table}
+        with path.open(encoding="utf-8") as file:
+            table = [*(row for row in csv.DictReader(file) if row["point"] not in measured), *table]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

@@ -106,6 +106,10 @@ class Mixing(Written):
             lambda: Block(neuron.LIFNode(step_mode="m", surrogate_function=surrogate.PoissonPass())),
             "is not fused: its step cannot be recorded",
         ),
+        (
+            lambda: Steps(snntorch.Leaky(beta=torch.rand(6))),
+            "is not fused: 'beta' has shape (6,), which is no number for each channel",
+        ),
         (lambda: Steps(Mixing()), "is not fused: there is no kernel text for aten.mean"),
     ],
 )
