@@ -40,15 +40,18 @@ class Axis:
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """A new tensor: the sum of x over the ranks of the axis. Not differentiable."""
-    total = x.detach().clone(memory_format=_dense(x))
+    """A new tensor, in x's layout: the sum of x over the ranks of the axis. Not differentiable.
+
+    A gradient may lie otherwise on another rank, and a sum is one of memory: it is made of contiguous values.
+    """
+    total = x.detach().clone(memory_format=torch.contiguous_format)
     if axis.group is not None and total.numel():
         dist.all_reduce(total, group=axis.group)
-    return total
+    return total.contiguous(memory_format=_dense(x))
 
 
 def _dense(x: Tensor) -> torch.memory_format:
-    """Channels-last where x lies so, which all ranks' values then do; else contiguous."""
+    """Channels-last where x lies so; else contiguous."""
     last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
 

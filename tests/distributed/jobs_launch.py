@@ -326,3 +326,17 @@ def collectives(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
         found[name] = (out.detach(), x.grad if x.grad is not None else torch.empty(0))
     ranks.close()
     return found
+
+
+def sum_of_layouts() -> tuple[Tensor, bool]:
+    """The sum over two tp ranks of the same values, contiguous on one and channels-last on the other."""
+    from datetime import timedelta
+
+    from snnpart.runtime.collectives import sum_over
+    from snnpart.runtime.ranks import join
+
+    ranks = join(1, 2, device=torch.device("cpu"), timeout=timedelta(seconds=30))
+    layout = torch.channels_last if ranks.at.tp else torch.contiguous_format
+    total = sum_over(det(2, 3, 4, 5).contiguous(memory_format=layout), ranks.axes["tp"])
+    ranks.close()
+    return total, total.is_contiguous(memory_format=layout)

@@ -40,3 +40,10 @@ def test_values_and_gradients(pool: Pool, kind: str) -> None:
             torch.testing.assert_close(
                 found[name][1], grad, check_dtype=False, msg=lambda m, n=name: f"{n} gradient: {m}"
             )
+
+
+def test_sums_do_not_depend_on_the_layout_of_a_rank(pool: Pool) -> None:
+    """Autograd may give a gradient channels-last on one rank only; the sum is of the same elements all the same."""
+    for total, keeps_layout in pool.run("tests.distributed.jobs_launch:sum_of_layouts", ranks=2):
+        torch.testing.assert_close(total, 2 * det(2, 3, 4, 5), rtol=0, atol=1e-12)
+        assert keeps_layout

@@ -43,9 +43,11 @@ def tensors(outputs: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
-def check(pool: Pool, name: str, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1) -> Outcome:
+def check(
+    pool: Pool, name: str, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str | None = None
+) -> Outcome:
     """The same step on process groups and in one process."""
-    topology = {"tp": tp, "pp": pp, "microbatches": microbatches}
+    topology = {"tp": tp, "pp": pp, "microbatches": microbatches, "schedule": schedule}
     try:
         results = pool.run("tools.zoo.jobs:step", ranks=dp * tp * pp, name=name, **topology)
     except JobFailed as failed:

@@ -5,7 +5,8 @@
     python tools/zoo/run.py --no-processes       without the process groups
 
 Each network is compiled with verify="full" and run on simulated ranks (tp 2; pp 2; tp 2 x pp 2; each with 1 and 2
-microbatches), and on gloo processes with dp 2, and a covering subset with tp 2, pp 2 and tp 2 x pp 2. Output, loss,
+microbatches), and on gloo processes with dp 2, and a covering subset with tp 2, pp 2 and tp 2 x pp 2, under 1F1B, zero-bubble and
+interleaved schedules. Output, loss,
 every gradient and every buffer must equal one process's: to 1e-9 in float64, 1e-5 where a framework insists on float32.
 Everything else must be a refusal that names module and trait.
 """
@@ -39,7 +40,14 @@ COLUMNS = (
 OUTPUT = ROOT / "docs/results/zoo.csv"
 COVERING = ("B01-ADD", "B05", "B08", "B09-vgg", "B10-dense", "B12-snn", "B15-hidden", "B16-regression", "B17-cifar")
 """Networks that run on process groups with tp and pp too."""
-PROCESSES: tuple[dict[str, int], ...] = ({"tp": 2}, {"pp": 2, "microbatches": 2}, {"tp": 2, "pp": 2, "microbatches": 2})
+WORDS = {"microbatches": "mb", "schedule": ""}
+PROCESSES: tuple[dict[str, Any], ...] = (
+    {"tp": 2},
+    {"pp": 2, "microbatches": 2},
+    {"tp": 2, "pp": 2, "microbatches": 2},
+    {"pp": 2, "microbatches": 2, "schedule": "zbv"},
+    {"tp": 2, "pp": 2, "microbatches": 2, "schedule": "interleaved-1f1b"},
+)
 
 
 def points(names: list[str], pool: Pool | None) -> Iterator[tuple[str, str, Outcome]]:
@@ -51,7 +59,7 @@ def points(names: list[str], pool: Pool | None) -> Iterator[tuple[str, str, Outc
             continue
         yield name, "processes dp2", jobs.check(pool, name, dp=2)
         for topology in PROCESSES if name in COVERING else ():
-            label = " ".join(f"{key.replace('microbatches', 'mb')}{value}" for key, value in topology.items())
+            label = " ".join(f"{WORDS.get(key, key)}{value}" for key, value in topology.items())
             yield name, f"processes {label}", jobs.check(pool, name, **topology)
 
 
