@@ -65,7 +65,7 @@ def solve(
         raise OverMemory(*least_bytes(graph, lanes, tp, profile, pins, shard_all=shard_all))
     if solution is None:
         raise _contradiction(graph)
-    return build.choice(solution)
+    return build.choice(solution.tolist())
 
 
 def least_bytes(
