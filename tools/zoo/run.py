@@ -5,9 +5,9 @@
     python tools/zoo/run.py --no-processes       without the process groups
 
 Each network is compiled with verify="full" and run on simulated ranks (tp 2; pp 2; tp 2 x pp 2; each with 1 and 2
-microbatches), and on gloo processes with dp 2, and a covering subset with tp 2, pp 2 and tp 2 x pp 2, under 1F1B, zero-bubble and
-interleaved schedules. Output, loss,
-every gradient and every buffer must equal one process's: to 1e-9 in float64, 1e-5 where a framework insists on float32.
+microbatches), and on gloo processes with dp 2, and a covering subset with tp 2, pp 2 and tp 2 x pp 2, under 1F1B,
+zero-bubble and interleaved schedules. Output, loss, every gradient and every buffer must equal one process: to 1e-9 in
+float64, 1e-5 where a framework insists on float32.
 Everything else must be a refusal that names module and trait.
 """
 
