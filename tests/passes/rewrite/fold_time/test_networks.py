@@ -15,8 +15,11 @@ from snnpart import facts
 from snnpart.graph import SpikeGraph
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
+from tests.calibrate import fire
 from tests.passes.rewrite.fold_time import nets
-from tests.passes.rewrite.fold_time.parity import active, check, images
+from tests.passes.rewrite.fold_time.parity import active, check, fold, images, traced
+from tests.zoo_models import KeepDtype
+from tools.bench import time_folding_nets
 
 _STATELESS = ("conv", "linear", "norm", "pool")
 
@@ -62,6 +65,34 @@ def _spikingjelly(steps: int) -> nn.Module:
     return Net()
 
 
+def _sew(steps: int, narrower: int) -> nn.Module:
+    """The benchmark's SEW-ResNet18 in step mode s, with a fraction of its channels, active."""
+    from spikingjelly.activation_based import functional, layer
+
+    net = time_folding_nets.sew_resnet(18, "s")
+    for name, old in list(net.named_modules()) if narrower > 1 else ():
+        if isinstance(old, nn.Conv2d):
+            channels = old.in_channels // narrower or old.in_channels, old.out_channels // narrower
+            conv = layer.Conv2d(*channels, old.kernel_size, old.stride, old.padding, bias=False)  # type: ignore[arg-type]
+            net.set_submodule(name, conv)
+        elif isinstance(old, nn.BatchNorm2d):
+            net.set_submodule(name, layer.BatchNorm2d(old.num_features // narrower))
+        elif isinstance(old, nn.Linear):
+            net.set_submodule(name, layer.Linear(old.in_features // narrower, old.out_features))
+    net, x = net.double(), images(2, 3, 32, 32)
+    fire(net, lambda: [net(x) for _ in range(steps)])
+    functional.reset_net(net)
+    return net
+
+
+def _snntorch(steps: int) -> nn.Module:
+    """The benchmark's network with a surrogate that keeps float64."""
+    net = time_folding_nets.ConvNet(steps)
+    for lif in (net.lif1, net.lif2, net.lif3):
+        lif.spike_grad = KeepDtype.apply
+    return net
+
+
 def _frames(steps: int) -> dict[str, Any]:
     return {"in_dims": 0, "time_dims": 1}
 
@@ -87,7 +118,16 @@ CASES = {
     "spikingjelly_frames": Case(
         _spikingjelly, lambda t: (2, t, 2, 6, 6), "spikingjelly", lambda t: {"time_steps": t, "time_dims": 1}, scale=4.0
     ),
+    "bench_snntorch": Case(_snntorch, lambda t: (2, 1, 28, 28), "snntorch"),
+    "bench_norse": Case(
+        lambda t: time_folding_nets.Sequential(t, 2), lambda t: (2, 3, 32, 32), "norse", scale=5.0
+    ),
+    "bench_handwritten": Case(lambda t: time_folding_nets.Handwritten(t, 3), lambda t: (2, 3, 8, 8)),
+    "bench_sew_resnet18_narrow": Case(
+        lambda t: _sew(t, 16), lambda t: (2, 3, 32, 32), "spikingjelly", lambda t: {"time_steps": t}
+    ),
 }  # fmt: skip
+WHOLE = Case(lambda t: _sew(t, 1), lambda t: (2, 3, 32, 32), "spikingjelly", lambda t: {"time_steps": t})
 NAMES = [name for name, case in CASES.items() if importlib.util.find_spec(case.needs)]
 
 
@@ -99,13 +139,22 @@ def test_folded_computes_what_the_loop_computes(name: str, steps: int) -> None:
     check(module, inputs, fires=steps >= 5, **case.dims(steps))
 
 
+@pytest.mark.all
+@pytest.mark.skipif(importlib.util.find_spec("spikingjelly") is None, reason="needs SpikingJelly")
+@pytest.mark.parametrize("steps", [1, 2, 5, 25])
+def test_sew_resnet18_computes_what_its_loop_computes(steps: int) -> None:
+    module, inputs = WHOLE.build(steps)
+    assert _repeated(check(module, inputs, **WHOLE.dims(steps))) == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_size_does_not_depend_on_the_number_of_steps(name: str) -> None:
+    """That they compute the same is tested above."""
     case = CASES[name]
     sizes = []
     for steps in (5, 25):
         module, inputs = case.build(steps)
-        graph = check(module, inputs, fires=False, **case.dims(steps))
+        graph = fold(traced(module, inputs, **case.dims(steps)))
         sizes.append(len(graph.graph.nodes))
         if not case.recurrent:
             assert _repeated(graph) == []
@@ -126,9 +175,9 @@ def _repeated(graph: SpikeGraph) -> list[str]:
 
 
 def _layer(node: fx.Node) -> Any:
-    """What tells a layer from others: the tensors that it reads, or the line of a pooling."""
+    """What tells a layer from others: the tensors that it reads, or where a pooling is called."""
     kind = kinds.kind_of(node)
     if kind not in _STATELESS:
         return None
     tensors = tuple(source.target for source in node.all_input_nodes if source.op == "get_attr")
-    return (kind, tensors) if tensors else (kind, node.target, facts.origin(node).file, facts.origin(node).line)
+    return (kind, tensors) if tensors else (kind, node.target, facts.origin(node))
