@@ -159,7 +159,8 @@ def _compile(asked: Compilation, verify: str) -> ParallelProgram:
     from snnpart.api import parallelize
 
     model, inputs, dims = _understood(asked)
-    return parallelize(model, example_inputs=inputs, verify=verify, **dims, **asked.options())
+    options = {**asked.options(), "verify": verify}
+    return parallelize(model, example_inputs=inputs, **dims, **options)
 
 
 def _understood(asked: Network) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -182,7 +182,7 @@ def _sloped(pair: Pair, node: fx.Node, a: Any, b: Any) -> Any:
             raise BatchMatters(f"{_place(node)}: the result has {shapes}")
         if a.shape == b.shape:
             return a
-        slopes = tuple(0 if x == y else pair.line(x, y, node).slope for x, y in zip(a.shape, b.shape, strict=True))
+        slopes = tuple(0 if x == y else int(pair.line(x, y, node).slope) for x, y in zip(a.shape, b.shape, strict=True))
         return replace(a, slopes=slopes)
     if type(a) is not type(b) or a != b:
         raise BatchMatters(f"{_place(node)}: the result differs between batch {pair.n} and {pair.m}")
