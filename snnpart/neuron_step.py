@@ -226,7 +226,7 @@ class _Stepper:
 def owned(module: nn.Module, dotted: str) -> tuple[dict[str, Any], str]:
     """Where a tensor of the module hangs: the table of parameters or buffers, and its name there.
 
-    Submodules are looked up as such: an adapter's copy has one under the name of a plain attribute (Norse's `p`).
+    Submodules are looked up as such: an adapter's copy may have one under the name of a plain attribute.
     """
     *path, name = dotted.split(".")
     for atom in path:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import norse.torch as norse
 import pytest
 import snntorch
 import snntorch.surrogate
@@ -214,12 +213,14 @@ def test_a_surrogate_of_snntorch_that_draws_stays() -> None:
 
 @pytest.mark.parametrize("name", ["LIFCell", "LICell", "LIFAdExCell", "LIFBoxCell"])
 def test_cells_of_norse_are_fused(name: str) -> None:
+    norse = pytest.importorskip("norse.torch")
     assert len(fused_in(compiled(Steps(getattr(norse, name)())))) == 1
 
 
 @pytest.mark.parametrize("name", ["IAFCell", "LSNNCell", "LIFRefracCell", "LIFExCell"])
 def test_cells_of_norse_whose_first_step_needs_a_number_stay(name: str) -> None:
     """They make their first state by `torch.full(shape, parameter)`."""
+    norse = pytest.importorskip("norse.torch")
     program = compiled(Steps(getattr(norse, name)()))
     assert fused_in(program) == []
     assert "its step cannot be recorded" in program.notices[0]

@@ -1,11 +1,12 @@
 """Fused neurons beside what they stand for: networks of one or two blocks, run with kernels and without.
 
-Run as a program (`python -m tests.runtime.kernels.fused`) it does so for every case in Triton's interpreter, which is
-chosen before Triton is imported, and prints one JSON line a case.
+Run as a program (`python -m tests.runtime.kernels.fused short`, or `long`) it does so for the cases in Triton's
+interpreter, which is chosen before Triton is imported, and prints one JSON line a case.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -130,10 +131,8 @@ def spikingjelly_neurons() -> dict[str, Callable[[], nn.Module]]:
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
-    import norse.torch as norse
     import snntorch as snn
 
-    fast = norse.LIFParameters(tau_mem_inv=torch.tensor(600.0))
     found = {name: Case(partial(_block, make)) for name, make in spikingjelly_neurons().items()}
     lif = spikingjelly_neurons()["LIF-detached"]
     found |= {
@@ -148,15 +147,21 @@ def cases() -> dict[str, Case]:
         "prime": Case(partial(_block, lif), steps=17),
         "written": Case(lambda: Steps(Written())),
         "written, long": Case(lambda: Steps(Written()), steps=18),
-        "Norse LIF": Case(lambda: Steps(norse.LIFCell(fast)), dtype=torch.float32),
         "Leaky": Case(lambda: Steps(snn.Leaky(beta=0.9, learn_beta=True)), dtype=torch.float32),
         "Synaptic": Case(lambda: Steps(snn.Synaptic(alpha=0.8, beta=0.9), states=2), dtype=torch.float32),
         "Alpha": Case(lambda: Steps(snn.Alpha(alpha=0.9, beta=0.8), states=3), dtype=torch.float32),
     }
+    if importlib.util.find_spec("norse"):
+        import norse.torch as norse
+
+        fast = norse.LIFParameters(tau_mem_inv=torch.tensor(600.0))
+        found["Norse LIF"] = Case(lambda: Steps(norse.LIFCell(fast)), dtype=torch.float32)
     return found
 
 
-BOTH_LAYOUTS = ("LIF-detached", "PLIF", "eval", "long")
+BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still")
+SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "Synaptic")
+"""What the default tests run; the rest belongs to the long matrix."""
 
 
 def _block(make: Callable[[], nn.Module], **given: Any) -> nn.Module:
@@ -327,8 +332,17 @@ def report(name: str, case: Case, channels_last: bool) -> Mapping[str, Any]:
     }
 
 
+def plan() -> list[tuple[str, bool]]:
+    """The cases with the layouts to run them in: some in both, the others in turn."""
+    return [
+        (name, channels_last)
+        for number, name in enumerate(cases())
+        for channels_last in ((False, True) if name in BOTH_LAYOUTS else (number % 2 == 0,))
+    ]
+
+
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    for number, (name, case) in enumerate(cases().items()):
-        for channels_last in (False, True) if name in BOTH_LAYOUTS else (number % 2 == 0,):
-            sys.stdout.write(json.dumps(report(name, case, channels_last)) + "\n")
+    wanted = [one for one in plan() if (one[0] in SHORT) is (sys.argv[1] == "short")]
+    for name, channels_last in wanted:
+        sys.stdout.write(json.dumps(report(name, cases()[name], channels_last)) + "\n")
