@@ -27,7 +27,7 @@ from snnpart.passes.analyze.cost import AnalyzeCost
 from snnpart.passes.analyze.kernels import MeasuredTimes
 from snnpart.passes.decide import decide
 from snnpart.passes.decide.microbatches import decide_microbatches
-from snnpart.passes.decide.rounds import decide_rounds, fits
+from snnpart.passes.decide.rounds import decide_rounds, runs_in_rounds
 from snnpart.passes.lower import lower
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
@@ -180,7 +180,7 @@ def _fold(graph: SpikeGraph, options: Options, plan: Plan | None, profile: Machi
     """How many steps of the folded loop run at a time (0: all): as asked, else as the given plan has it where that fits
     this number of steps, else what costs least. The graph's notes say why."""
     if plan is not None and plan.fold and options.fold is True:
-        options = replace(options, fold=plan.fold) if fits(graph, plan.fold) else options
+        options = replace(options, fold=plan.fold) if runs_in_rounds(graph, options.tp) else options
     on_gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
     together, why = decide_rounds(graph, replace(profile, cache=0.0) if on_gpu else profile, options.fold, options.tp)
     if why:

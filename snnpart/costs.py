@@ -226,7 +226,8 @@ def _cache_file(device: torch.device) -> Path:
 
 
 def measure_profile(device: str | torch.device = "cpu") -> MachineProfile:
-    """Measure flop rate, copy rate and launch time of `device`; the links are those of the built-in profile."""
+    """Measure flop rate, copy rate and launch time of `device`; a CPU's cache is what the system says, the links are
+    those of the built-in profile."""
     device = torch.device(device)
     known = H200 if device.type == "cuda" else CPU
     size = 4096 if device.type == "cuda" else 512
@@ -242,8 +243,22 @@ def measure_profile(device: str | torch.device = "cpu") -> MachineProfile:
         copy=2.0 * large.nbytes / _seconds(lambda: large + 1, device),
         launch_us=1e6 * _seconds(lambda: small + 1, device),
         links=known.links,
+        cache=0.0 if device.type == "cuda" else _last_level_cache(known.cache),
         source=f"measured with torch {torch.__version__}; links of the built-in profile '{known.name}'",
     )
+
+
+def _last_level_cache(otherwise: float, folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> float:
+    """Bytes of the last-level cache as Linux says, in files like `index3/level` ("3") and `index3/size` ("32768K")."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    found = []
+    for at in folder.glob("index*"):
+        try:
+            size = (at / "size").read_text().strip()
+            found.append((int((at / "level").read_text()), float(size[:-1]) * units[size[-1:]]))
+        except (OSError, ValueError, KeyError):
+            continue
+    return max(found, default=(0, otherwise))[1]
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 5, burst: int = 4) -> float:

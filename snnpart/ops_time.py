@@ -15,7 +15,7 @@ The form of a loop:
 A result is kept of `"all"` steps, stacked, or of the `"last"` step.
 
 A loop may take several steps at a time, in rounds (`together`): its body is then a network over `together` steps, whose
-own loops go on from round to round where they left off.
+own loops go on from round to round where they left off. `first` is then a first round of fewer steps, if there is one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Loop(Nested):
     whoever runs the graph calls `over(bind)` of it, where `bind` makes a function over his modules out of a graph.
 
     With `together` the body takes as many steps [together, ...] of each sequence, and returns results of them; it
-    carries nothing itself, and `together` divides `steps`.
+    carries nothing itself. Where `together` does not divide `steps`, `first` takes the steps that are over, before all
+    others.
     """
 
     body: fx.Graph
@@ -80,7 +81,7 @@ class Loop(Nested):
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
-        """The graph of an ordinary step, and that of the first one where it differs."""
+        """The graph of an ordinary step (or round), and that of the first one where it differs."""
         return (self.body,) if self.first is None else (self.body, self.first)
 
     def over(self, bind: Callable[[fx.Graph], Step]) -> Callable[..., tuple[Tensor, ...]]:

@@ -289,7 +289,30 @@ class Rounds:
 
     def __init__(self, loop: Loop, bind: Callable[[fx.Graph, Callable[[Any], Any]], Run], bound: Callable[[Any], Any]):
         """`bind(graph, bound)` makes a function of a graph; `bound` says what a node's target is."""
-        self._loop, self._inner = loop, list[_Continued]()
+        rest = loop.steps % loop.together
+        self._sizes = [*([rest] if rest else ()), *[loop.together] * (loop.steps // loop.together)]
+        self._later = _Round(loop.body, bind, bound)
+        self._first = self._later if loop.first is None else _Round(loop.first, bind, bound)
+
+    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+        parts = [sequence.split(self._sizes) for sequence in sequences]
+        results = []
+        try:
+            for at in range(len(self._sizes)):
+                one = self._later if at else self._first
+                results.append(one.body(*(part[at] for part in parts), *fixed))
+                self._later.take_over(one)
+        finally:
+            self._first.forget()
+            self._later.forget()
+        return tuple(torch.cat(found) for found in zip(*results, strict=True))
+
+
+class _Round:
+    """A round as a function, and the loops inside, in the order in which its graph calls them."""
+
+    def __init__(self, graph: fx.Graph, bind: Callable[[fx.Graph, Callable[[Any], Any]], Run], bound: Any) -> None:
+        self._inner = list[_Continued]()
 
         def continued(target: Any) -> Any:
             made = bound(target)
@@ -298,18 +321,17 @@ class Rounds:
                 self._inner.append(made)
             return made
 
-        self._body = bind(loop.body, continued)
+        self.body = bind(graph, continued)
 
-    def __call__(self, sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
-        parts = [sequence.split(self._loop.together) for sequence in sequences]
-        results = []
-        try:
-            for at in range(self._loop.steps // self._loop.together):
-                results.append(self._body(*(part[at] for part in parts), *fixed))
-        finally:
-            for inner in self._inner:
-                inner.state = None
-        return tuple(torch.cat(found) for found in zip(*results, strict=True))
+    def take_over(self, other: _Round) -> None:
+        """Go on from what the loops of another round, which differ in the number of steps alone, carried."""
+        for inner, before in zip(self._inner, other._inner, strict=True):
+            inner.state = before.state
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for inner in self._inner:
+            inner.state = None
 
 
 class _Continued:

@@ -81,9 +81,24 @@ def test_default_profile_does_not_depend_on_measurements(monkeypatch: pytest.Mon
         costs.default_profile("abacus")
 
 
+def test_a_cpus_cache_is_its_largest(tmp_path: Path) -> None:
+    assert costs._last_level_cache(5.0, tmp_path) == 5.0
+    for name, level, size in (
+        ("index0", "1", "32K"),
+        ("index2", "2", "1M\n"),
+        ("index3", "3", "36608K"),
+        ("odd", "", ""),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "level").write_text(level)
+        (tmp_path / name / "size").write_text(size)
+    (tmp_path / "index4").mkdir()  # one that tells nothing
+    assert costs._last_level_cache(5.0, tmp_path) == 36608 * 1024
+
+
 def test_a_measurement_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = costs.measured_profile()
-    assert first.flops["float32"] > 1e8 and first.copy > 1e7 and 0 < first.launch_us < 1e4
+    assert first.flops["float32"] > 1e8 and first.copy > 1e7 and 0 < first.launch_us < 1e4 and first.cache > 1e5
     assert costs.measured_profile() == first
     assert len(list((tmp_path / "snnpart").iterdir())) == 1

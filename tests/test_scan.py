@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snnpart import parallelize
 from snnpart.frameworks import adapter_for
 from snnpart.graph import Body
 from snnpart.ops_time import Loop
@@ -185,23 +184,3 @@ def test_shapes_and_modes_are_opened_apart() -> None:
         assert torch.allclose(run(x)[0], module(x), atol=1e-12)
         with torch.no_grad():
             assert torch.allclose(run(x)[0], module(x), atol=1e-12)
-
-
-@pytest.mark.parametrize("together", [True, 1, 2, 3, 6])
-@pytest.mark.parametrize("name", ["norse", "residual", "snntorch", "late"])
-def test_rounds_compute_what_the_loop_computes(name: str, together: int) -> None:
-    make: dict[str, Any] = {
-        "norse": (lambda: nets.NorseLoop(6), (2, 1, 6, 6), torch.float64, "norse"),
-        "residual": (lambda: nets.Residual(6), (2, 2, 5, 5), torch.float64, "torch"),
-        "snntorch": (lambda: nets.ConvLoop(6), (2, 1, 10, 10), torch.float32, "snntorch"),
-        "late": (lambda: _Late(6), (3, 4), torch.float64, "torch"),
-    }
-    build, shape, dtype, needs = make[name]
-    pytest.importorskip(needs)
-    torch.manual_seed(3)
-    module = active(build(), dtype, 4.0).train()
-    x = images(*shape, dtype=dtype)
-    program = parallelize(module, example_inputs=x, fold=together)  # compared with the module as it compiles
-    assert program.plan.fold == (0 if together is True or together == 6 else together)
-    loops = [n.target for n in program.compiled.stage(0, 0).graph.nodes if isinstance(n.target, Loop)]
-    assert [loop.together for loop in loops if loop.together] == ([together] if program.plan.fold else [])

@@ -1,9 +1,10 @@
 """How many of the T steps a folded network takes at a time.
 
 More steps in one call mean fewer calls; but once the values of a round no longer fit the cache, every operation reads
-and writes memory, and steps that are put together and taken apart are copied there. Each k that divides T is timed:
+and writes memory, and steps that are put together and taken apart are copied there. For each number of rounds the
+smallest k that needs no more of them is timed (where it does not divide T, the first round takes the steps over):
 
-    launches   (T / k) * operations * launch time
+    launches   rounds * operations * launch time
     memory     bytes of all values, at the copy rate, if the values of k steps exceed the cache
     copies     bytes that loops and norms gather and part, if k > 1 and they exceed the cache
 
@@ -34,51 +35,50 @@ def decide_rounds(graph: SpikeGraph, profile: MachineProfile, asked: bool | int,
     """Steps at a time (0: all of them), and why.
 
     Raises:
-        ConfigError: the number that was asked for does not divide T, or the network cannot run in rounds.
+        ConfigError: a number was asked for, and the network cannot run in rounds.
     """
-    found = region(graph.graph) if tp == 1 else "its channels are shared over tp ranks"
+    found = _region(graph, tp)
     wanted = asked if not isinstance(asked, bool) else 0
     if isinstance(found, str):
         if wanted:
             raise ConfigError(f"fold={wanted}: {found}", where=f"network '{graph.name}'", fix="use fold=True")
         return 0, ""
-    choices = [k for k in range(1, found.steps + 1) if found.steps % k == 0]
     if wanted:
-        return _asked(graph, found, wanted, choices), f"{wanted} of {found.steps} steps at a time, as asked"
+        number = f"{wanted} of {found.steps}" if wanted < found.steps else f"all {found.steps}"
+        return _plan(found, wanted), f"{number} steps at a time, as asked"
     if not profile.cache:
         return 0, f"all {found.steps} steps at a time: launches decide on '{profile.name}'"
-    return _cheapest(found, profile, choices)
+    return _cheapest(found, profile)
 
 
-def fits(graph: SpikeGraph, together: int) -> bool:
-    """Whether the network can take so many steps at a time."""
-    found = region(graph.graph)
-    return not isinstance(found, str) and found.steps % together == 0
+def runs_in_rounds(graph: SpikeGraph, tp: int) -> bool:
+    """Whether the network can take some of its steps at a time."""
+    return not isinstance(_region(graph, tp), str)
 
 
-def _asked(graph: SpikeGraph, found: Region, wanted: int, choices: list[int]) -> int:
-    if wanted not in choices:
-        raise ConfigError(
-            f"fold={wanted} does not divide the {found.steps} steps of the loop",
-            where=f"network '{graph.name}'",
-            choices=[str(k) for k in choices],
-        )
-    return wanted % found.steps
+def _region(graph: SpikeGraph, tp: int) -> Region | str:
+    return region(graph.graph) if tp == 1 else "its channels are shared over tp ranks"
 
 
-def _cheapest(found: Region, profile: MachineProfile, choices: list[int]) -> tuple[int, str]:
+def _plan(found: Region, together: int) -> int:
+    """The number as the plan has it: 0 where all steps are taken at once."""
+    return together if together < found.steps else 0
+
+
+def _cheapest(found: Region, profile: MachineProfile) -> tuple[int, str]:
+    choices = sorted({-(-found.steps // rounds) for rounds in range(1, found.steps + 1)})
     times = {k: _microseconds(found, profile, k) for k in choices}
     best = min(choices, key=lambda k: (times[k], -k))
     size = _working_set(found) / found.steps
     why = f"{size / 2**20:.3g} MiB of values a step, {profile.cache / 2**20:.3g} MiB of cache on '{profile.name}'"
     number = f"all {found.steps}" if best == found.steps else f"{best} of {found.steps}"
-    return best % found.steps, f"{number} steps at a time: {why}"
+    return _plan(found, best), f"{number} steps at a time: {why}"
 
 
 def _microseconds(found: Region, profile: MachineProfile, k: int) -> float:
     """Of what differs between the choices."""
     calls = sum(kinds.name_of(node) not in kinds.VIEWS and not isinstance(node.target, Loop) for node in found.nodes)
-    launches = found.steps / k * calls * profile.launch_us
+    launches = -(-found.steps // k) * calls * profile.launch_us
     fits = k * _working_set(found) / found.steps <= profile.cache
     rate = profile.copy * (_CACHED if fits else 1.0)
     moved = sum(_written(node) for node in found.nodes) + (_gathered(found) if k > 1 and not fits else 0.0)

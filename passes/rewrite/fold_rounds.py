@@ -167,7 +167,7 @@ def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def in_rounds(graph: fx.Graph, found: Region, together: int) -> fx.Graph:
-    """The graph with the region as one loop that takes `together` steps a round, which divides its steps."""
+    """The graph with the region as one loop that takes `together` steps a round, and what is over in the first one."""
     new = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     inside = set(found.nodes)
@@ -202,7 +202,9 @@ def _copy(new: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
 
 def _add_loop(new: fx.Graph, found: Region, together: int, made: dict[fx.Node, fx.Node]) -> None:
     keep: tuple[Keep, ...] = ("all",) * len(found.outputs)
-    loop = Loop(_body(found, together), found.steps, keep, together=together)
+    over = found.steps % together
+    first = _body(found, over) if over else None
+    loop = Loop(_body(found, together), found.steps, keep, first, together)
     sequences = tuple(_stacked(new, made[node], node, found.steps) for node in found.sequences)
     node = new.call_function(loop, (sequences, tuple(made[one] for one in found.fixed), ()))
     values = tuple(_over(one, found.steps, found.steps, stacked=True) for one in found.outputs)

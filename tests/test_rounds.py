@@ -1,0 +1,116 @@
+"""Networks that take k of their T steps at a time compute what the loop computes, in every topology."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from snnpart import artifact, costs, parallelize, text
+from snnpart.api import ParallelProgram
+from snnpart.errors import ConfigError
+from snnpart.ops_time import Loop
+from snnpart.runtime.launch import launch
+from tests.passes.rewrite.fold_time import nets
+from tests.passes.rewrite.fold_time.parity import active, images
+
+STEPS = 6
+
+
+class Late(nn.Module):
+    """A hand-written neuron of whose output nothing is carried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.decay = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, out = torch.zeros(x.shape[0], 4, dtype=x.dtype), []
+        for _ in range(STEPS):
+            v = self.decay.clamp(0, 1) * v * (v < 1).to(v.dtype) + self.fc(x)
+            out.append(torch.sigmoid(4 * (v - 1)))
+        return torch.stack(out)
+
+
+MAKE: dict[str, Any] = {
+    "norse": (lambda: nets.NorseLoop(STEPS), (4, 1, 6, 6), torch.float64, "norse"),
+    "residual": (lambda: nets.Residual(STEPS), (4, 2, 5, 5), torch.float64, "torch"),
+    "snntorch": (lambda: nets.ConvLoop(STEPS), (4, 1, 10, 10), torch.float32, "snntorch"),
+    "late": (Late, (4, 4), torch.float64, "torch"),
+}
+
+
+def compiled(name: str, fold: bool | int, **options: Any) -> tuple[ParallelProgram, Tensor]:
+    """The program, compared with the module as it compiles, and an input."""
+    build, shape, dtype, needs = MAKE[name]
+    pytest.importorskip(needs)
+    torch.manual_seed(3)
+    module = active(build(), dtype, 4.0).train()
+    x = images(*shape, dtype=dtype)
+    return parallelize(module, example_inputs=x, fold=fold, verify="full", **options), x
+
+
+def rounds(program: ParallelProgram) -> list[tuple[int, bool]]:
+    """Steps at a time of every loop in rounds, and whether its first round is shorter."""
+    graphs = [stage.graph for stage in program.compiled.stages.values()]
+    loops = [node.target for graph in graphs for node in graph.nodes if isinstance(node.target, Loop)]
+    return [(loop.together, loop.first is not None) for loop in loops if loop.together]
+
+
+@pytest.mark.parametrize("together", [True, 1, 2, 3, 4, 5, 6, 9])
+@pytest.mark.parametrize("name", MAKE)
+def test_rounds_compute_what_the_loop_computes(name: str, together: int) -> None:
+    """A first round takes the steps that are over; of fewer steps than k there is one round."""
+    program, _ = compiled(name, together)
+    some = together is not True and together < STEPS
+    assert program.plan.fold == (together if some else 0)
+    assert rounds(program) == ([(together, STEPS % together > 0)] if some else [])
+
+
+@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp": 2, "schedule": "1f1b", "microbatches": 2},
+        {"pp": 2, "schedule": "zbv", "microbatches": 4},
+    ],
+    ids=["1f1b", "zbv"],
+)
+def test_rounds_of_stages(options: dict[str, Any], together: int) -> None:
+    program, _ = compiled("residual", together, **options)
+    found = rounds(program)
+    assert len(found) >= 2 and set(found) == {(together, STEPS % together > 0)}
+
+
+@pytest.mark.parametrize("together", [2, 4])
+def test_rounds_come_back_from_an_artifact(tmp_path: Path, together: int) -> None:
+    program, x = compiled("residual", together)
+    artifact.save(program.compiled, tmp_path / "p")
+    loaded = artifact.load(tmp_path / "p")
+    assert text.print_graph(loaded.source) == text.print_graph(program.compiled.source)
+    found = []
+    for one in (program.compiled, loaded):
+        with launch(one) as running:
+            loss = running.train_step(x, torch.zeros(4), lambda out, _: out.square().mean())
+            found.append((loss, running.gradients()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(grad, found[1][1][name]) and grad.any() for name, grad in found[0][1].items())
+
+
+def test_the_number_is_the_largest_whose_values_stay_in_the_cache() -> None:
+    """Of those that divide the steps into so many rounds the smallest; without a cache all steps."""
+    profile = costs.default_profile("cpu-2core")
+    found = []
+    for cache in (1.0, 3e4, 1e9, 0.0):
+        program, _ = compiled("residual", True, profile=replace(profile, cache=cache, launch_us=0.001))
+        found.append(program.plan.fold)
+    assert found[0] == 1 and 1 <= found[1] < STEPS and found[2:] == [0, 0]
+
+
+def test_why_a_network_takes_no_rounds() -> None:
+    with pytest.raises(ConfigError, match="fold=2: its channels are shared over tp ranks"):
+        compiled("residual", 2, tp=2)
