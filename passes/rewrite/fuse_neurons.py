@@ -72,8 +72,8 @@ def _check_parameters(scan: fx.Node, leaves: Mapping[str, LeafInfo], step: Neuro
         leaf, _, inside = name.partition(".")
         if not inside:
             continue
-        value = functools.reduce(getattr, inside.split("."), leaves[paths[leaf_number(leaf)]].module)
-        shape = tuple(value.shape)  # type: ignore[attr-defined]
+        value: Any = functools.reduce(getattr, inside.split("."), leaves[paths[leaf_number(leaf)]].module)
+        shape = tuple(value.shape)
         padded = (1,) * (dims - len(shape)) + shape
         if torch.Size(shape).numel() > 1 and (dims < 2 or padded[1] != torch.Size(shape).numel()):
             raise StepError(f"'{inside}' has shape {shape}, which is no number for each channel")
