@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tools.bench.gpu_loops import points as loops
 from tools.bench.vision_points import Point, training_points
-from tools.bench.vision_rows import MEMORY, RATE, Bench, compared, plot
+from tools.bench.vision_rows import MEMORY, RATE, Bench, compared, main, plot
 
-ROOT = Path(__file__).parents[2]
 BENCH = Bench("vision_train", training_points)
 
 
@@ -45,17 +43,19 @@ def test_the_plot_is_drawn_from_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-@pytest.mark.parametrize("script", ["vision_train", "vision_eval"])
-def test_points_without_gpus_stay_as_not_run_and_earlier_rows_are_kept(tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("bench", [BENCH, Bench("gpu_loops", loops)], ids=lambda bench: bench.name)
+def test_points_without_gpus_stay_as_not_run_and_earlier_rows_are_kept(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "rows.csv"
-    command = [sys.executable, f"tools/bench/{script}.py", "--output", str(target), "--points", "1GPU"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    words = ["bench", "--output", str(target), "--points", "1GPU"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert main(bench, "") == 0
     with target.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows and all(row["status"] == "not-run" for row in rows)
-    assert f'python tools/bench/{script}.py --points "' in rows[0]["note"]
-    text = target.read_text().replace("not-run", "ok", 1)
-    target.write_text(text)
-    subprocess.run([*command, "--again"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    assert f'needs 1 GPU; python tools/bench/{bench.name}.py --points "' in rows[0]["note"]
+    target.write_text(target.read_text().replace("not-run", "ok", 1))
+    monkeypatch.setattr(sys, "argv", [*words, "--again"])
+    assert main(bench, "") == 0
     assert ",ok," in target.read_text()

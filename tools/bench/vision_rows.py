@@ -31,11 +31,13 @@ RATE, MEMORY = "images_per_second", "peak_memory_bytes"
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark: its name, its points, and the options that both sides' scripts get."""
+    """A benchmark: its name, its points, the options that both sides' scripts get, and the scripts, ours first."""
 
     name: str
     points: Callable[[], Iterable[Point]]
     options: tuple[str, ...] = ()
+    peer: str = "SpikingJelly {mode}"
+    scripts: tuple[tuple[str, ...], tuple[str, ...]] = (("vision_ours.py",), ("vision_peer.py",))
 
     @property
     def target(self) -> Path:
@@ -66,7 +68,9 @@ def measure(script: str, gpus: int, options: Sequence[str], limit: float) -> dic
     raise NotMeasured((errors or done.stderr.splitlines() or ["no output"])[0][:200])
 
 
-def in_turn(point: Point, repeats: int, steps: Sequence[str], limit: float) -> dict[str, list[dict[str, Any]] | str]:
+def in_turn(
+    bench: Bench, point: Point, repeats: int, steps: Sequence[str], limit: float
+) -> dict[str, list[dict[str, Any]] | str]:
     """Results of ours ("ours") and of each mode of the peer, one after the other; where one failed, why."""
     found: dict[str, Any] = {"ours": [], **{mode: [] for mode, _ in point.least}}
     arguments = dict(TOPOLOGIES[point.topology].peers)
@@ -75,9 +79,10 @@ def in_turn(point: Point, repeats: int, steps: Sequence[str], limit: float) -> d
             if isinstance(results, str):
                 continue
             ours = side == "ours"
-            script, extra = ("vision_ours.py", ()) if ours else ("vision_peer.py", arguments[side])
+            script, *extra = bench.scripts[0] if ours else (*bench.scripts[1], *arguments[side])
+            options = [*point.options(ours), *extra, *bench.options, *steps]
             try:
-                results.append(measure(script, point.gpus, [*point.options(ours), *extra, *steps], limit))
+                results.append(measure(script, point.gpus, options, limit))
             except NotMeasured as error:
                 found[side] = f"{side}: {error}"
     return found
@@ -85,7 +90,7 @@ def in_turn(point: Point, repeats: int, steps: Sequence[str], limit: float) -> d
 
 def rows_of(bench: Bench, point: Point, repeats: int, steps: Sequence[str], limit: float) -> list[dict[str, Any]]:
     """The rows of one point: throughput against each mode of the peer, and memory against its best one."""
-    found = in_turn(point, repeats, [*bench.options, *steps], limit)
+    found = in_turn(bench, point, repeats, steps, limit)
     ours, rows = found["ours"], []
     for number, (mode, least) in enumerate(point.least):
         peer = found[mode]
@@ -124,13 +129,13 @@ def compared(
 def blank(bench: Bench, point: Point, mode: str) -> dict[str, Any]:
     values: dict[str, Any] = dict.fromkeys(COLUMNS, "")
     values |= {"bench": bench.name, "point": point.name, "metric": RATE, "unit": "images/s"}
-    values |= {"peer_name": f"SpikingJelly {mode}", "machine": machine(), "versions": versions()}
+    values |= {"peer_name": bench.peer.format(mode=mode), "machine": machine(), "versions": versions()}
     return values
 
 
 def not_run(bench: Bench, point: Point) -> list[dict[str, Any]]:
     command = f'python tools/bench/{bench.name}.py --points "{point.name}"'
-    note = f"needs {point.gpus} GPUs; {command}"
+    note = f"needs {point.gpus} GPU{'s' * (point.gpus > 1)}; {command}"
     empty = {"status": "not-run", "note": note, "machine": "", "versions": ""}
     return [{**blank(bench, point, mode), **empty} for mode, _ in point.least]
 
