@@ -173,7 +173,7 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    models = sorted({row["point"].split()[0] for row in rows})
+    models = sorted({row["point"].split()[0] for row in rows if row["ours"]})
     figure, axes = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4.5), squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         own = [row for row in rows if row["point"].startswith(model + " ") and row["ours"]]
