@@ -113,7 +113,8 @@ def _arrange(graph: SpikeGraph, steps: Steps, fixed: Mapping[fx.Node, str]) -> t
         columns = match(steps, given_up)
         for column in columns.columns:
             if column.indices and not views.is_view(column):
-                given_up[column.model] = "its steps are no view of one tensor"
+                (values, *_) = column.indices.values()
+                given_up[column.model] = f"its steps are no view of one tensor: its index takes the values {values}"
         if any(column.model in given_up for column in columns.columns):
             continue
         try:

@@ -295,8 +295,7 @@ class _Match:
         for path, a in self.read(column.model).items():
             if not isinstance(a, fx.Node):
                 column.indices |= {path: values} if (values := self._index(column, path)) else {}
-        uneven = [v for v in column.indices.values() if len({b - a for a, b in zip(v, v[1:], strict=False)}) > 1]
-        return f"its index takes the values {uneven[0]}" if uneven else ""
+        return ""
 
     def _index(self, column: Column, path: Path) -> list[int] | None:
         """The values of an index at every step; None when they are all the same."""

@@ -1,12 +1,14 @@
 """Where the loop meets what is around it: steps taken from a tensor, and steps put together into one.
 
-`x[:, t]` for all t is a view of x with its time dim in front. `torch.stack` and `torch.cat` of all steps' values are
+`x[:, t]` for all t is a view of x with its time dim in front; `x[t - 2]`, which begins at the end, and
+`x[max(t - 2, 0)]` are two, one behind the other. `torch.stack` and `torch.cat` of all steps' values are
 views of the stacked value.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,9 @@ from snnpart.passes.analyze.kinds import argument
 from snnpart.passes.rewrite.fold_time.columns import Column
 from snnpart.passes.rewrite.fold_time.emit import Emitter, Folded, over_steps
 
+_VIEWS = 2
+"""Of which the steps that are taken from a tensor may consist: more would be a graph that grows with the steps."""
+
 
 @dataclass(frozen=True)
 class _Taken:
@@ -32,7 +37,7 @@ class _Taken:
 
 
 def is_view(column: Column) -> bool:
-    """Whether the steps that the column takes are one view of a tensor."""
+    """Whether the steps that the column takes are a view of a tensor, or two."""
     return _taken(column) is not None
 
 
@@ -53,7 +58,7 @@ def emit_slices(emitter: Emitter, column: Column) -> None:
 
 def _taken(column: Column) -> _Taken | None:
     nodes = [node for node in column.nodes if node is not None]
-    (path,), model = tuple(column.indices), column.model
+    model, path = column.model, next(iter(column.indices))
     source = model.args[0]
     if len(column.indices) != 1 or len(nodes) != len(column.nodes) or not isinstance(source, fx.Node):
         return None
@@ -62,7 +67,8 @@ def _taken(column: Column) -> _Taken | None:
     if found is None or value is None or value.slopes[found[1]]:
         return None
     size = value.shape[found[1]]
-    return _Taken(found[0], found[1], [index % size for index in column.indices[path]], found[2])
+    indices = [index % size for index in column.indices[path]]
+    return _Taken(found[0], found[1], indices, found[2]) if len(list(_runs(indices))) <= _VIEWS else None
 
 
 def _place(model: fx.Node, source: fx.Node, path: Any) -> tuple[fx.Node, int, tuple[Any, ...]] | None:
@@ -74,6 +80,8 @@ def _place(model: fx.Node, source: fx.Node, path: Any) -> tuple[fx.Node, int, tu
         return (whole, argument(source, 1, "dim", 0), ()) if isinstance(whole, fx.Node) else None
     if path == (0, 1):
         return source, 0, ()
+    if isinstance(model.args[1], slice):
+        return None
     at, index = path[2], tuple(model.args[1])  # type: ignore[arg-type]
     if any(item != slice(None) for item in index[:at]) or not all(isinstance(i, (int, slice)) for i in index):
         return None
@@ -88,15 +96,38 @@ def _moved(value: Value, source: int, target: int) -> Value:
     return replace(value, shape=shape, slopes=slopes, stride=stride)
 
 
+def _runs(indices: list[int]) -> Iterator[list[int]]:
+    """The indices cut where their distance changes."""
+    run = indices[:1]
+    for index in indices[1:]:
+        if len(run) > 1 and index - run[-1] != run[1] - run[0]:
+            yield run
+            run = []
+        run = [*run, index]
+    yield run
+
+
 def _in_order(emitter: Emitter, node: fx.Node, value: Value, indices: list[int], like: fx.Node) -> fx.Node:
-    """The entries `indices` of dim 0; they lie at equal distances."""
+    """The entries `indices` of dim 0."""
     if indices == list(range(value.shape[0])):
         return node
-    step = indices[1] - indices[0]
-    low, high = min(indices), max(indices)
-    value = replace(value, shape=(len(indices), *value.shape[1:]), stride=())
-    node = emitter.add(operator.getitem, (node, (slice(low, high + 1, abs(step)),)), value, like)
-    return emitter.add(torch.flip, (node, (0,)), value, like) if step < 0 else node
+    parts = [_evenly(emitter, node, value, run, like) for run in _runs(indices)]
+    return parts[0] if len(parts) == 1 else emitter.add(torch.cat, (parts, 0), _so_many(value, len(indices)), like)
+
+
+def _evenly(emitter: Emitter, node: fx.Node, value: Value, run: list[int], like: fx.Node) -> fx.Node:
+    """The entries `run` of dim 0, which lie at equal distances, or are all the same."""
+    distance = run[1] - run[0] if len(run) > 1 else 1
+    low, high, many = min(run), max(run), _so_many(value, len(run))
+    taken = _so_many(value, 1) if not distance else many
+    node = emitter.add(operator.getitem, (node, (slice(low, high + 1, abs(distance) or 1),)), taken, like)
+    if not distance:
+        return emitter.add("expand", (node, (len(run), *(-1,) * (len(value.shape) - 1))), many, like)
+    return emitter.add(torch.flip, (node, (0,)), many, like) if distance < 0 else node
+
+
+def _so_many(value: Value, count: int) -> Value:
+    return replace(value, shape=(count, *value.shape[1:]), stride=())
 
 
 def emit_together(emitter: Emitter, node: fx.Node) -> bool:
