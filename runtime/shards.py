@@ -36,9 +36,7 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["params"] = params
 
 
-def _exchange(
-    optimizer: torch.optim.Optimizer, keys: Mapping[Any, Any], change: Callable[[Tensor, Any], Any]
-) -> None:
+def _exchange(optimizer: torch.optim.Optimizer, keys: Mapping[Any, Any], change: Callable[[Tensor, Any], Any]) -> None:
     """Give the state of each parameter to another one, its tensors changed for that one."""
     for old, new in keys.items():
         if old in optimizer.state:

@@ -23,14 +23,12 @@ from snnpart.frameworks.factories import prepare_factory
 
 _INPUT = re.compile(r"(\w+)\[\s*([\d\s,]*)\]")
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}
-_DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-        torch.bool, torch.complex64, torch.complex128,
-    )  # fmt: skip
-}
+_TYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
 
 def import_object(path: str) -> Any:

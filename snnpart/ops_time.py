@@ -162,7 +162,7 @@ def batch_norm_steps(
     if steps == 1:
         return ops.batch_norm(x, *rest)
     if x.device.type != "cpu" and x.nbytes <= steps * AT_ONCE_BYTES and training and momentum is not None:
-        return batch_norm_at_once(x, *rest, steps)
+        return batch_norm_at_once(x, *rest[:6], momentum, eps, steps)
     return torch.cat([ops.batch_norm(step, *rest) for step in x.unflatten(0, (steps, -1)).unbind(0)])
 
 

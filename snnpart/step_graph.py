@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ def _end_gradients_early(graph: fx.Graph) -> None:
         return ended[source]
 
     for node in [node for node in graph.nodes if node in without]:
-        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda one, node=node: end(one, node))
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), partial(end, reader=node))
     for node in list(graph.nodes):
         if name_of(node) == "detach" and node.args[0] in without:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]

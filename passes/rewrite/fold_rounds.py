@@ -125,7 +125,7 @@ def _between_forms(node: fx.Node, steps: int) -> bool:
     if node.target is torch.flatten:
         return tuple(node.args[1:]) == (0, 1)
     if node.target is torch.unflatten:
-        return node.args[1] == 0 and tuple(node.args[2]) == (steps, -1)  # type: ignore[arg-type]
+        return bool(node.args[1] == 0) and tuple(node.args[2]) == (steps, -1)  # type: ignore[arg-type]
     sizes = node.args[1] if len(node.args) > 1 else None
     return node.target == "expand" and isinstance(sizes, tuple) and sizes[0] == steps
 
@@ -201,7 +201,7 @@ def _copy(new: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
 
 
 def _add_loop(new: fx.Graph, found: Region, together: int, made: dict[fx.Node, fx.Node]) -> None:
-    keep: tuple[Keep, ...] = ("all",) * len(found.outputs)
+    keep: tuple[Keep, ...] = tuple("all" for _ in found.outputs)
     over = found.steps % together
     first = _body(found, over) if over else None
     loop = Loop(_body(found, together), found.steps, keep, first, together)

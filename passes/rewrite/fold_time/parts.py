@@ -72,7 +72,9 @@ class _Parts:
         while True:
             parts = self._arranged()
             found = {column: part.why for part in parts if part.kind == "loop" for column in part.columns}
-            found = {c: why for c, why in found.items() if not (c in self.with_readers or facts.get(c.model, Value))}
+            found = {
+                c: why for c, why in found.items() if c not in self.with_readers and facts.get(c.model, Value) is None
+            }
             if not found:
                 return parts
             self.with_readers |= found
