@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snnpart import ops
+from snnpart import ops, shared_statistics
 from snnpart.errors import LaunchError
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
@@ -113,7 +113,7 @@ class Engine:
         """Run all actions. After an error no gradient and no state is left; with several ranks messages may be under
         way that nobody takes any more, and the program must be launched again."""
         try:
-            with ops.use_collectives(self._collectives):
+            with ops.use_collectives(self._collectives), shared_statistics.sharing(self._total()):
                 pipeline.run(self.compiled.schedule)
         except BaseException:
             self.broken = self.ranks.mesh.size > 1
@@ -121,6 +121,13 @@ class Engine:
             self.stage.reset()
             self.parallel.forget()
             raise
+
+    def _total(self) -> Callable[[Tensor], Tensor] | None:
+        """The sum over dp that BatchNorm's statistics take, where they are shared."""
+        if not self.settings.share_statistics or self.ranks.mesh.dp == 1:
+            return None
+        sums = self._collectives
+        return lambda x: sums.all_reduce(sums.grad_all_reduce(x, "dp"), "dp")
 
     def loss_of(self, loss_fn: LossFn) -> Callable[[Sequence[Any], Part], Tensor]:
         """The user's loss as a function of a microbatch's flat outputs."""

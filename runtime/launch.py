@@ -83,6 +83,7 @@ def launch(
         check_loss=verify,
         timeout=timeout,
         check_inputs=check_inputs,
+        share_statistics=compiled.plan.batchnorm == "sync",
         carry=carry,
         cut=cut,
         carrier=carrier,

@@ -27,6 +27,7 @@ class Settings:
     check_loss: bool = True
     timeout: timedelta = timedelta(minutes=10)
     check_inputs: bool = True
+    share_statistics: bool = False
     carry: bool = False
     cut: Cut | None = None
     carrier: Carrier | None = None

@@ -84,8 +84,8 @@ def parallelize(
         schedule: "1f1b", "gpipe", "interleaved-1f1b", "interleaved-zb" or "zbv"; see docs/pipeline.md. None: "1f1b", or
             "gpipe" where `microbatches` are fewer than pp.
         stages_per_rank: stages of each rank under an interleaved schedule; default 2.
-        batchnorm: whose statistics BatchNorm takes in training: "microbatch", as gradient accumulation does, or "full",
-            the whole batch's (GPipe).
+        batchnorm: whose statistics BatchNorm takes in training: "microbatch", as gradient accumulation does, "full",
+            the whole batch's (GPipe), or "sync", a microbatch's over all data-parallel ranks.
         split_at: the paths of the modules that begin the stages 1, 2, ..., instead of the cut that is found.
         plan: decisions to keep, as a `Plan` or the path of its JSON. Its topology and schedule count; modules that it
             does not name are decided.

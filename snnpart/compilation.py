@@ -135,7 +135,9 @@ def compile_program(
         profile=profile,
         **sharding(options.shard),
     )
+    statistics = plan.batchnorm if plan is not None and options.batchnorm == "microbatch" else options.batchnorm
     decided = replace(decided, **_kernels(graph, options, plan), fold=_fold(graph, options, plan, profile))
+    decided = replace(decided, batchnorm=statistics, fuse=decided.fuse and statistics != "sync")
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from snnpart import shared_statistics
 from snnpart.errors import LaunchError
 from snnpart.facts import Pieces
 
@@ -62,6 +63,8 @@ def batch_norm(
             factor = 1.0 / float(num_batches_tracked)
     if not x.shape[1]:
         return _no_channels(x, weight, bias)
+    if training and shared_statistics.shared():
+        return shared_statistics.batch_norm(x, running_mean, running_var, weight, bias, factor, eps)
     return F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, factor, eps)
 
 
@@ -98,10 +101,11 @@ def batch_norm_copies(
         return batch_norm(x, weight, bias, running_mean, running_var, *rest)
     seen = running_var.clone()  # autograd keeps what it is given: only a copy may be corrected afterwards
     y = batch_norm(x, weight, bias, running_mean, seen, *rest)
-    share = copies * (numbers - 1) / (copies * numbers - 1)
+    counted = shared_statistics.total(x.new_full((), numbers)) if shared_statistics.shared() else numbers
+    share = copies * (counted - 1) / (copies * counted - 1)
     with torch.no_grad():
         factor = 1.0 / float(num_batches_tracked) if momentum is None and num_batches_tracked is not None else momentum
-        running_var.mul_((1.0 - (factor or 0.0)) * (1.0 - share)).add_(seen, alpha=share)
+        running_var.mul_((1.0 - (factor or 0.0)) * (1.0 - share)).add_(seen * share)
     return y
 
 

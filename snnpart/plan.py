@@ -8,6 +8,8 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `schedule`: "" is filled in at once: 1F1B where there is a microbatch for each rank, else GPipe.
 - `stages_per_rank`: pipeline stages of one rank (0: the schedule's own number, filled in at once).
 - `memory`: bytes that one rank may take in a training step, under which placement and stages were chosen (0: no limit).
+- `batchnorm`: whose statistics BatchNorm takes in training: a microbatch's, the whole batch's ("full"), or those of a
+  microbatch over all data-parallel ranks ("sync").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
   path whose own operations all lie in one stage.
@@ -27,6 +29,7 @@ from snnpart.errors import ConfigError, PlanError
 SCHEDULES = schedules.NAMES
 DATA_PARALLEL = ("ddp", "fsdp2")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+BATCHNORM = ("microbatch", "full", "sync")
 VERSION = 1
 
 
@@ -45,6 +48,7 @@ class Plan:
     neuron_dtype: str = "float32"
     channels_last: bool = False
     fold: int = 0
+    batchnorm: str = "microbatch"
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
 
@@ -59,6 +63,8 @@ class Plan:
         for name in ("stages_per_rank", "memory", "fold"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
+        if self.batchnorm not in BATCHNORM:
+            raise ConfigError(f"batchnorm={self.batchnorm!r} is not known", choices=BATCHNORM)
         if self.neuron_dtype not in STATE_DTYPES:
             raise ConfigError(f"neuron_dtype={self.neuron_dtype!r} is not known", choices=STATE_DTYPES)
         object.__setattr__(self, "schedule", self.schedule or schedules.default(self.pp, self.microbatches))

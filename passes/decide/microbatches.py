@@ -14,8 +14,7 @@ from typing import NamedTuple
 from snnpart import ops, schedules
 from snnpart.errors import ConfigError, PlanError
 from snnpart.graph import SpikeGraph
-
-BATCHNORM = ("microbatch", "full")
+from snnpart.plan import BATCHNORM
 
 
 class Chosen(NamedTuple):

@@ -44,6 +44,7 @@ class RunConfig(Configuration):
         workers: processes that load data, of each rank.
         on_bad_sample: what a file that cannot be read does: "raise" or "skip".
         tp, pp, dp, microbatches, schedule, plan: as for `snnpart.parallelize`.
+        batchnorm: whose statistics BatchNorm takes in training: microbatch, full, or sync (over all dp ranks).
         precision: fp32, bf16 or fp16 (autocast; fp16 with a loss scaler).
         memory: bytes that a rank may use, or None.
         execution: auto, eager, compile or cuda_graph.
@@ -70,6 +71,7 @@ class RunConfig(Configuration):
     microbatches: int | None = None
     schedule: str = "1f1b"
     plan: Path | None = None
+    batchnorm: Literal["microbatch", "full", "sync"] = "microbatch"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     memory: int | None = None
     execution: Literal["auto", "eager", "compile", "cuda_graph"] = "auto"

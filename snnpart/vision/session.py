@@ -131,6 +131,7 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "microbatches": microbatches_of(config),
         "schedule": config.schedule,
         "plan": config.plan,
+        "batchnorm": config.batchnorm,
         "verify": config.verify,
         "memory": config.memory,
     }
