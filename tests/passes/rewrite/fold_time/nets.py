@@ -30,7 +30,15 @@ class ArgumentLIF(nn.Module):
         return s, v
 
 
-Source = Literal["constant", "batch-first", "time-first", "unbind", "reversed"]
+class OverSamples(nn.Module):
+    """A norm over the samples, whose mean and variance come as one result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, 0, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + 1e-3)
+
+
+Source = Literal["constant", "batch-first", "time-first", "unbind", "reversed", "delayed", "held"]
 Readout = Literal["sum", "mean", "stack", "stack-last-dim", "cat", "last", "list", "max", "membranes"]
 Begin = Literal["none", "zero", "zeros"]
 
@@ -39,7 +47,7 @@ Begin = Literal["none", "zero", "zeros"]
 class Layer:
     """One layer of a random network: norm, neuron, and what is added to it."""
 
-    norm: Literal["none", "batch", "layer", "group"] = "none"
+    norm: Literal["none", "batch", "layer", "group", "by hand"] = "none"
     reset: Literal["soft", "hard", "none"] = "soft"
     begin: Begin = "none"
     skip: Literal["none", "add", "cat", "late"] = "none"
@@ -65,8 +73,13 @@ class RandomLoop(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        norms = {"none": nn.Identity, "batch": lambda: nn.BatchNorm1d(WIDTH), "layer": lambda: nn.LayerNorm(WIDTH),
-                 "group": lambda: nn.GroupNorm(2, WIDTH)}  # fmt: skip
+        norms = {
+            "none": nn.Identity,
+            "batch": lambda: nn.BatchNorm1d(WIDTH),
+            "layer": lambda: nn.LayerNorm(WIDTH),
+            "group": lambda: nn.GroupNorm(2, WIDTH),
+            "by hand": OverSamples,
+        }
         wide = [WIDTH * (1 + (layer.skip == "cat")) for layer in shape.layers]
         self.linears = nn.ModuleList(nn.Linear(w, WIDTH) for w in [WIDTH, *wide[:-1]])
         self.norms = nn.ModuleList(norms[layer.norm]() for layer in shape.layers)
@@ -116,7 +129,10 @@ class RandomLoop(nn.Module):
             return (x[:, t] for t in count)
         if self.shape.source == "time-first":
             return (x[t] for t in count)
-        return x if self.shape.source == "unbind" else (x[:, -1 - t] for t in count)
+        if self.shape.source == "unbind":
+            return x
+        order = {"reversed": lambda t: -1 - t, "delayed": lambda t: t - 1, "held": lambda t: max(t - 2, 0)}
+        return (x[:, order[self.shape.source](t)] for t in count)
 
     def _read(self, out: list[Tensor], membranes: list[Tensor], total: Any) -> Any:
         read = {

@@ -11,7 +11,7 @@ from tests.passes.rewrite.fold_time.parity import active, check
 
 _LAYERS = st.builds(
     Layer,
-    norm=st.sampled_from(["none", "batch", "layer", "group"]),
+    norm=st.sampled_from(["none", "batch", "layer", "group", "by hand"]),
     reset=st.sampled_from(["soft", "hard", "none"]),
     begin=st.sampled_from(["none", "zero", "zeros"]),
     skip=st.sampled_from(["none", "none", "add", "cat", "late"]),
@@ -20,7 +20,7 @@ _LAYERS = st.builds(
 SHAPES = st.builds(
     Shape,
     layers=st.lists(_LAYERS, min_size=1, max_size=3).map(tuple),
-    source=st.sampled_from(["constant", "batch-first", "time-first", "unbind", "reversed"]),
+    source=st.sampled_from(["constant", "batch-first", "time-first", "unbind", "reversed", "delayed", "held"]),
     readout=st.sampled_from(["sum", "mean", "stack", "stack-last-dim", "cat", "last", "list", "max", "membranes"]),
     steps=st.integers(1, 5),
 )
