@@ -196,3 +196,18 @@ def two_writers_of_one_number(directory: str) -> str:
         except CheckpointError as error:
             return str(error)
     return ""
+
+
+def small_disk(directory: str) -> list[str]:
+    """Save until the disk of the directory is full; the message, and what is there."""
+    with launched("odd", "adam", 2, 1, "ddp") as running:
+        checkpointer = Checkpointer(Path(directory), running, keep_last=1000)
+        message, step = "", 0
+        while not message and step < 200:
+            step += 1
+            checkpointer.save(step, {})
+            try:
+                checkpointer.wait()
+            except CheckpointError as error:
+                message = str(error)
+        return [message, str(step - 1)]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,29 @@ def test_a_full_disk_loses_nothing(pool: Pool, tmp_path: Path) -> None:
         assert "the checkpoint was not saved" in message and "No space left on device" in message
         assert kept == ["step-00000003", "step-00000001"]
     assert not list(tmp_path.glob(".step-*")), "a partial folder was left"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up(pool: Pool, small_disk: Path) -> None:
+    """Checkpoints go to a small disk until it is full: those that were reported are whole, nothing else is there."""
+    for message, saved in pool.run(f"{JOBS}:small_disk", ranks=2, directory=str(small_disk)):
+        assert "the checkpoint was not saved" in message and "No space left on device" in message
+        assert int(saved) >= 1
+        assert [path.name for path in folder.found(small_disk)][0] == f"step-{int(saved):08d}"
+    assert not list(small_disk.glob(".step-*")), "a partial folder was left"
+    for path in folder.found(small_disk):
+        assert read_model(path)
 
 
 def test_chunks_that_do_not_tile_are_not_saved(pool: Pool, tmp_path: Path) -> None:

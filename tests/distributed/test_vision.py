@@ -172,6 +172,26 @@ def test_nan_loss_ends_the_run_and_is_never_saved(pool: Pool, tmp_path: Path) ->
     assert all(torch.isfinite(tensor).all() for tensor in read_model(path).values())
 
 
+@pytest.mark.parametrize(
+    ("precision", "topology"),
+    [("bf16", {"ranks": 4, "tp": 2, "pp": 2}), ("fp16", {"ranks": 2, "dp": "fsdp2"}), ("fp16", {"ranks": 2, "pp": 2})],
+)
+def test_precision(pool: Pool, tmp_path: Path, precision: str, topology: dict[str, Any]) -> None:
+    """Autocast and the loss scale on every topology: the digits are learned, and a resumed run keeps the scale."""
+    config = {
+        "model": "tests.vision.nets:Digits", "model_kwargs": {"width": 8}, "batch_size": 64, "epochs": 2,
+        "optimizer_kwargs": {"lr": 1e-2}, "precision": precision, "verify": "off", "checkpoint_dir": str(tmp_path),
+    }  # fmt: skip
+    fields = {name: value for name, value in topology.items() if name != "ranks"}
+    ranks = topology["ranks"]
+    (first, _), *_ = pool.run(f"{JOBS}:called", ranks=ranks, command="train", config={**config, **fields, "epochs": 1})
+    (second, _), *_ = pool.run(f"{JOBS}:called", ranks=ranks, command="train", config={**config, **fields})
+    assert second["step"] == 2 * first["step"] and second["train_loss"] < first["train_loss"]
+    assert second["top1"] > 0.6
+    scale = folder.read_head(folder.found(tmp_path)[0])["loss_scale"]
+    assert (scale is not None and scale["factor"] > 0) if precision == "fp16" else scale is None
+
+
 def test_one_rank_cannot_read_and_all_say_so(pool: Pool, tmp_path: Path) -> None:
     """A label out of range is on one dp rank only."""
     config = {**WAVES, "dataset": "tests.distributed.jobs_vision:wrong_label", "batch_size": 4}

@@ -74,5 +74,5 @@ def test_refusals() -> None:
         compiled(fill(Norms()), images(), pp=2, schedule="zbv", batchnorm="full")
     with pytest.raises(PlanError, match="as one microbatch, not as 4"):
         compiled(fill(Norms()), images(), pp=2, schedule="gpipe", batchnorm="full", microbatches=4)
-    with pytest.raises(ConfigError, match="batchnorm='sync' is not known"):
-        compiled(fill(Norms()), images(), batchnorm="sync")
+    with pytest.raises(ConfigError, match="batchnorm='group' is not known"):
+        compiled(fill(Norms()), images(), batchnorm="group")

@@ -90,6 +90,11 @@ def test_a_sample_that_cannot_be_read_is_named() -> None:
     assert 'on_bad_sample = "skip"' in str(caught.value)
 
 
+def test_a_worker_that_raises_names_the_sample() -> None:
+    with pytest.raises(ConfigError, match="sample 1 cannot be read: OSError: truncated file"):
+        batches(Holey(), Layout("NF"), workers=2)
+
+
 def test_a_sample_that_is_skipped_does_not_count() -> None:
     first, second = batches(Holey(), Layout("NF"), skip=True)
     assert first.counted.tolist() == [True, False] and first.real == 1
