@@ -50,9 +50,7 @@ def launch(
     precision: str = "fp32",
     values: Source | ResetParameters | None = None,
 ) -> RunningProgram:
-    """Start `compiled` on all ranks; without torchrun, on this process alone. Collective.
-
-    dp is what remains of the ranks: world / (tp * pp). Every rank passes its dp rank's batch to the steps.
+    """Start `compiled` on all ranks, dp = world / (tp * pp) times; without torchrun on this process alone. Collective.
 
     Args:
         optimizer: factory `params -> Optimizer`; with it a train step includes clipping and the update.

@@ -230,8 +230,9 @@ class RunningProgram:
         optimizer, engine.optimizer = engine.optimizer, None
         precision, engine.precision = engine.precision, Precision("fp32", self.ranks.device)
         settings = engine.settings
-        plain = {"clip_grad_norm": None, "reduction": MEAN, "check_loss": False, "cut": None}
-        engine.settings = replace(settings, **plain, share_statistics=False)
+        engine.settings = replace(
+            settings, clip_grad_norm=None, reduction=MEAN, check_loss=False, cut=None, share_statistics=False
+        )
         state = engine.carry.put_aside() if engine.carry is not None else None
         self._execution.paused = True
         self.zero_grad()
