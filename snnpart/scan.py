@@ -289,7 +289,7 @@ class Rounds:
 
     def __init__(self, loop: Loop, bind: Callable[[fx.Graph, Callable[[Any], Any]], Run], bound: Callable[[Any], Any]):
         """`bind(graph, bound)` makes a function of a graph; `bound` says what a node's target is."""
-        rest = loop.steps % loop.together
+        rest, self._keep = loop.steps % loop.together, loop.keep
         self._sizes = [*([rest] if rest else ()), *[loop.together] * (loop.steps // loop.together)]
         self._later = _Round(loop.body, bind, bound)
         self._first = self._later if loop.first is None else _Round(loop.first, bind, bound)
@@ -305,7 +305,8 @@ class Rounds:
         finally:
             self._first.forget()
             self._later.forget()
-        return tuple(torch.cat(found) for found in zip(*results, strict=True))
+        kept = zip(self._keep, zip(*results, strict=True), strict=True)
+        return tuple(torch.cat(found) if keep == "all" else found[-1] for keep, found in kept)
 
 
 class _Round:

@@ -36,10 +36,22 @@ class Late(nn.Module):
         return torch.stack(out)
 
 
+class Last(Late):
+    """Of which only the last step is read, and the membrane that it leaves."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        v, spikes = torch.zeros(x.shape[0], 4, dtype=x.dtype), x
+        for _ in range(STEPS):
+            v = self.decay * v * (v < 1).to(v.dtype) + self.fc(x)
+            spikes = torch.sigmoid(4 * (v - 1))
+        return 2.0 * spikes, v
+
+
 MAKE: dict[str, Any] = {
     "norse": (lambda: nets.NorseLoop(STEPS), (4, 1, 6, 6), torch.float64, "norse"),
     "residual": (lambda: nets.Residual(STEPS), (4, 2, 5, 5), torch.float64, "torch"),
     "snntorch": (lambda: nets.ConvLoop(STEPS), (4, 1, 10, 10), torch.float32, "snntorch"),
+    "last": (Last, (4, 4), torch.float64, "torch"),
     "late": (Late, (4, 4), torch.float64, "torch"),
 }
 

@@ -76,17 +76,20 @@ def _over_time(node: fx.Node) -> bool:
 
 def _runs(node: fx.Node, steps: int) -> bool:
     """Whether the node computes, of k steps' values, those k steps' results."""
-    if isinstance(node.target, Loop):
+    if isinstance(node.target, Loop) or _is_result(node):
         return True
     if not _over_time(node) or node.op not in ("call_function", "call_method"):
         return False
     if effects.is_random(node) or node.target in ops.COLLECTIVES or kinds.name_of(node) in _WHOLE_BATCH:
         return False
-    if node.target is operator.getitem and isinstance(_source(node).target, Loop):
-        return True
     if node.target is batch_norm_steps:
         return bool(node.args[-1] == steps)
     return _between_forms(node, steps) or _keeps_form(node)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether the node takes a result of a loop: of all steps, or of the last one."""
+    return node.target is operator.getitem and isinstance(_source(node).target, Loop)
 
 
 def _only_at_first(graph: fx.Graph, inside: set[fx.Node]) -> set[fx.Node]:
@@ -201,13 +204,16 @@ def _copy(new: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
 
 
 def _add_loop(new: fx.Graph, found: Region, together: int, made: dict[fx.Node, fx.Node]) -> None:
-    keep: tuple[Keep, ...] = tuple("all" for _ in found.outputs)
+    keep: tuple[Keep, ...] = tuple("all" if _over_time(one) else "last" for one in found.outputs)
     over = found.steps % together
     first = _body(found, over) if over else None
     loop = Loop(_body(found, together), found.steps, keep, first, together)
     sequences = tuple(_stacked(new, made[node], node, found.steps) for node in found.sequences)
     node = new.call_function(loop, (sequences, tuple(made[one] for one in found.fixed), ()))
-    values = tuple(_over(one, found.steps, found.steps, stacked=True) for one in found.outputs)
+    values = tuple(
+        _over(one, found.steps, found.steps, stacked=True) if _over_time(one) else facts.need(one, Value)
+        for one in found.outputs
+    )
     total = {
         name: sum(getattr(cost, name) for one in found.nodes if (cost := facts.get(one, Cost)) is not None)
         for name in Cost.__dataclass_fields__
@@ -217,7 +223,7 @@ def _add_loop(new: fx.Graph, found: Region, together: int, made: dict[fx.Node, f
         taken = new.call_function(operator.getitem, (node, at))
         taken.meta = dict(one.meta)
         facts.put(taken, value)
-        made[one] = _merged(new, taken, one) if facts.need(one, TimeRole).merged else taken
+        made[one] = _merged(new, taken, one) if _over_time(one) and facts.need(one, TimeRole).merged else taken
 
 
 def _shared(nodes: Sequence[fx.Node]) -> Iterable[Any]:
@@ -284,8 +290,8 @@ def _over(node: fx.Node, together: int, steps: int, *, stacked: bool = False) ->
 
 
 def _stacked(graph: fx.Graph, made: fx.Node, node: fx.Node, together: int, steps: int | None = None) -> fx.Node:
-    """The value as [together, N, ...]."""
-    if not facts.need(node, TimeRole).merged:
+    """The value as [together, N, ...]; that of the last step as it is."""
+    if not _over_time(node) or not facts.need(node, TimeRole).merged:
         return made
     view = graph.call_function(torch.unflatten, (made, 0, (together, -1)))
     view.meta = dict(made.meta)
