@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from snnpart.costs import Link
+from snnpart.costs import Link, synchronise
 from snnpart.runtime.collectives import Axis, gather_over, scatter_sum_over, sum_over
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
@@ -86,16 +86,11 @@ def _best(
 
 def _once(axis: Axis, device: torch.device, work: Callable[[], Tensor]) -> float:
     dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
-    _synchronise(device)
+    synchronise(device)
     started = time.perf_counter()
     work()
-    _synchronise(device)
+    synchronise(device)
     return 1e6 * (time.perf_counter() - started)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from snnpart.costs import MachineProfile
+from snnpart.costs import MachineProfile, synchronise
 from snnpart.facts import Cost, Origin, get
 from snnpart.program import CompiledProgram
 from snnpart.timeline import predicted
@@ -104,7 +104,7 @@ def by_module(step: Step, compiled: CompiledProgram, device: torch.device) -> li
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=kinds) as seen:
         step()
-        _wait(device)
+        synchronise(device)
     times = _times(list(seen.events()), device.type == "cuda")
     costs: dict[tuple[str, str], float] = defaultdict(float)
     for node in compiled.source.graph.nodes:
@@ -163,16 +163,16 @@ def _belongs(event: Any, forward_of: dict[int, tuple[str, str]]) -> tuple[tuple[
 
 def whole(step: Step, device: torch.device, repeats: int = 10) -> Whole:
     """A step as it runs. The step has run often enough before."""
-    _wait(device)
+    synchronise(device)
     began = time.perf_counter()
     for _ in range(repeats):
         step()
-    _wait(device)
+    synchronise(device)
     seconds = (time.perf_counter() - began) / repeats
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
         step()
-        _wait(device)
+        synchronise(device)
     kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     events = [event for event in seen.events() if event.device_type == kind]
     talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
@@ -219,14 +219,9 @@ def measured_machine(profile_before: MachineProfile, device: torch.device, dtype
 
 def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
     work()
-    _wait(device)
+    synchronise(device)
     began = time.perf_counter()
     for _ in range(repeats):
         work()
-    _wait(device)
+    synchronise(device)
     return (time.perf_counter() - began) / repeats
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -265,17 +265,18 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 5,
     """The best mean time of one call in a few bursts."""
 
     def once() -> float:
-        _synchronise(device)
+        synchronise(device)
         start = time.perf_counter()
         for _ in range(burst):
             work()
-        _synchronise(device)
+        synchronise(device)
         return (time.perf_counter() - start) / burst
 
     once()
     return min(once() for _ in range(repeats))
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait for what the device was given; a CPU has done it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

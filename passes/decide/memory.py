@@ -204,3 +204,8 @@ def _keep(size: float, keepers: list[Slicing], build: Builder, held: Held) -> No
         build.program.at_least(slice_, dict.fromkeys(slicing, 1.0))
     held.terms[whole] += size
     held.terms[slice_] += size * max(shares, default=0.0)
+
+
+def mb(size: float) -> str:
+    """Bytes as an error tells them: `1.5 MB`, from 1e9 on `1.5 GB`."""
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"

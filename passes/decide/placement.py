@@ -56,7 +56,7 @@ from snnpart.errors import PlanError
 from snnpart.facts import Cost, Placement, Sharded, Spread, Value
 from snnpart.graph import SpikeGraph, output_node
 from snnpart.passes.decide.lanes import REPLICATE, Cluster, Group, Lanes, find_lanes, path_of
-from snnpart.passes.decide.memory import OverMemory
+from snnpart.passes.decide.memory import OverMemory, mb
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.placement_program import Choice, least_bytes, solve
 from snnpart.passes.decide.rules import R, Row, replicate
@@ -105,22 +105,18 @@ class DecidePlacement:
         for tp in (2 * self.tp, 4 * self.tp, 8 * self.tp):
             least = sum(least_bytes(graph, find_lanes(graph, tp), tp, self.profile, Choice({}, {})))
             if least <= self.memory:
-                ways.append(f"tp={tp} (at least {_mb(least)})")
+                ways.append(f"tp={tp} (at least {mb(least)})")
                 break
         samples = int(graph.batch * (self.memory - over.tensors) / over.saved) if over.saved else 0
         if samples > 0:
             ways.append(f"a batch of {samples}")
         return PlanError(
-            f"a rank holds at least {_mb(over.tensors + over.saved)} with tp={self.tp}: {_mb(over.tensors)} of tensors "
-            f"with gradients and optimizer moments, {_mb(over.saved)} saved for backward of {graph.batch} samples; "
-            f"memory= allows {_mb(self.memory)}",
+            f"a rank holds at least {mb(over.tensors + over.saved)} with tp={self.tp}: {mb(over.tensors)} of tensors "
+            f"with gradients and optimizer moments, {mb(over.saved)} saved for backward of {graph.batch} samples; "
+            f"memory= allows {mb(self.memory)}",
             where=f"network '{graph.name}'",
             fix="try " + " or ".join(ways) if ways else "allow more, or cut the network into pipeline stages",
         )
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"
 
 
 def apply_shards(graph: SpikeGraph, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from snnpart.facts import Cost, Stage, Value
 from snnpart.graph import SpikeGraph
 from snnpart.orders import Schedule, in_flight, make_schedule
 from snnpart.passes.decide.cut import barred, best_cut, least_bytes
+from snnpart.passes.decide.memory import mb
 from snnpart.passes.decide.parts import NOWHERE, Part, Parts, find_parts
 from snnpart.passes.decide.places import Places
 from snnpart.passes.decide.shared_ranks import SharedRanks, best_shared_cut
@@ -236,11 +237,11 @@ def _refusal(options: DecideStages, places: Places, bars: np.ndarray) -> PlanErr
             where=places.graph.name,
             fix="pin fewer modules, or leave room for every stage between them",
         )
-    least = "" if options.per_rank > 1 else f"a rank holds at least {_mb(least_bytes(bars, _bytes(options, places)))}"
+    least = "" if options.per_rank > 1 else f"a rank holds at least {mb(least_bytes(bars, _bytes(options, places)))}"
     ways = [text for text, other in _others(options, places) if _fits(other, places)]
     return PlanError(
         f"{least or 'every cut has a rank that holds more'} with pp={options.ranks}, schedule={options.schedule!r} and "
-        f"{options.microbatches} microbatches; memory= allows {_mb(options.memory)}",
+        f"{options.microbatches} microbatches; memory= allows {mb(options.memory)}",
         where=f"network '{places.graph.name}'",
         fix=f"take {' or '.join(ways)}" if ways else "allow more, give fewer samples, or raise tp",
     )
@@ -262,7 +263,3 @@ def _others(options: DecideStages, places: Places) -> list[tuple[str, DecideStag
 def _fits(options: DecideStages, places: Places) -> bool:
     free = np.zeros((options.pp, places.count + 1))
     return least_bytes(free, _bytes(options, places)) <= options.memory
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"

@@ -15,6 +15,7 @@ from tests.distributed.jobs import ramp, without_dropout
 from tests.distributed.pool import Pool
 from tests.distributed.reference import OneProcess, assert_same
 from tests.zoo import ZOO
+from tools.zoo.check import told
 
 
 def is_neuron_state(module: nn.Module, key: str) -> bool:
@@ -23,14 +24,6 @@ def is_neuron_state(module: nn.Module, key: str) -> bool:
     return name in module.get_submodule(path)._buffers and adapter_for(module.get_submodule(path)).is_neuron(
         module.get_submodule(path)
     )
-
-
-def told(module: nn.Module, batch: int) -> nn.Module:
-    """The module, its layers that have a batch size written in (sinabs') told the microbatch's."""
-    for layer in module.modules():
-        if getattr(layer, "batch_size", -1) > 0:
-            layer.batch_size = batch
-    return module
 
 
 RUNS: list[tuple[str, int, dict[str, Any]]] = [
