@@ -10,7 +10,7 @@ saved: on the CPU larger ones are made step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class Scan:
         given = Packed.of((tuple(sequences), tuple(fixed), tuple(carried)))
         if not self._can_open(leaves, given):
             return None
-        tensors = [x for leaf in leaves.values() for x in leaf.state_dict(keep_vars=True).values()]
+        tensors = [x for leaf in leaves.values() for x in _tensors(leaf)]
         mode = (torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")))
         key = given.key, tuple(map(_like, tensors)), tuple(leaf.training for leaf in leaves.values()), mode
         if key not in self._opened:
@@ -109,6 +109,15 @@ class Scan:
         modules = [module for leaf in leaves.values() for module in leaf.modules()]
         hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
         return explicit and plain and not (hooked or self._has_effects or torch.compiler.is_compiling())
+
+
+def _tensors(leaf: nn.Module) -> Iterator[Tensor]:
+    """Parameters and saved buffers. Not from `state_dict`: with FSDP2 that would shard the parameters again."""
+    for module in leaf.modules():
+        yield from module.parameters(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _opened(
