@@ -77,8 +77,9 @@ def export(running: RunningProgram, directory: Path, description: Mapping[str, A
 def write(directory: Path, state: Mapping[str, Tensor], description: Mapping[str, Any], plan: str = "") -> None:
     """Write an artifact from full tensors, in this process."""
     target = Path(directory).absolute()
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / HEAD).exists())):
-        raise CheckpointError(f"{target} exists and is not an artifact", fix="give a new or empty folder")
+    problem = unusable(target)
+    if problem is not None:
+        raise problem
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -90,6 +91,13 @@ def write(directory: Path, state: Mapping[str, Tensor], description: Mapping[str
         raise CheckpointError(
             f"the artifact was not written: {error.strerror or error}", where=str(target), fix="make room on the disk"
         ) from error
+
+
+def unusable(directory: Path) -> CheckpointError | None:
+    """Why no artifact can take this place; None where it can."""
+    if not directory.exists() or (directory.is_dir() and ((directory / HEAD).exists() or not any(directory.iterdir()))):
+        return None
+    return CheckpointError(f"{directory.absolute()} exists and is not an artifact", fix="give a new or empty folder")
 
 
 def _fill(partial: Path, state: Mapping[str, Tensor], description: Mapping[str, Any], plan: str) -> None:

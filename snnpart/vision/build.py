@@ -6,6 +6,7 @@ A word is the name of something built in, or an import path, `package.module:nam
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import (
     LinearLR,
     LRScheduler,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -51,11 +53,13 @@ def find(field: str, word: Any, named: Mapping[str, Any]) -> Any:
 
 
 def called(field: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """The function's result; what it refuses is said with the field's name and its parameters."""
+    """The function's result; what it refuses is said with the field's name, and a wrong keyword with the right ones."""
     try:
         return function(*arguments, **keywords)
     except TypeError as error:
         raise ConfigError(f"{field}: {error}", choices=_parameters(function)) from error
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -122,10 +126,27 @@ def make_scheduler(
         return None
     ticks = config.epochs * (steps_an_epoch if config.scheduler_interval == "step" else 1)
     main = _main_schedule(config, optimizer, max(1, ticks - config.warmup))
+    if isinstance(main, ReduceLROnPlateau) and (config.warmup or config.scheduler_interval == "step"):
+        raise ConfigError(
+            "ReduceLROnPlateau follows the validation loss", fix="leave scheduler_interval and warmup out"
+        )
     if not config.warmup:
         return main
     rise = LinearLR(optimizer, start_factor=1 / (config.warmup + 1), total_iters=config.warmup)
     return rise if main is None else SequentialLR(optimizer, [rise, main], milestones=[config.warmup])
+
+
+def advance(scheduler: LRScheduler, validation_loss: float = math.nan) -> None:
+    """One tick. ConfigError where the schedule has no more, as one that was resumed for more epochs."""
+    try:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(validation_loss)
+        else:
+            scheduler.step()
+    except ValueError as error:
+        raise ConfigError(
+            f"scheduler: {error}", fix="resume with the epochs and the samples a step that the schedule was made for"
+        ) from error
 
 
 def _main_schedule(config: TrainingConfig, optimizer: torch.optim.Optimizer, ticks: int) -> LRScheduler | None:

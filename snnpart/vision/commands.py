@@ -32,7 +32,7 @@ CONFIGS: Mapping[str, type[RunConfig]] = {
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
-    """Run a command; 0 when all went well, 1 after a named error, 2 for wrong usage."""
+    """Run a command; 0 when all went well, 1 after a named error, 2 for wrong usage, 130 when it was interrupted."""
     try:
         options = vars(_PARSERS[command]().parse_args(arguments))
     except SystemExit as error:
@@ -42,6 +42,9 @@ def main(command: str, arguments: Sequence[str]) -> int:
     except SnnpartError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -99,7 +99,8 @@ class TrainingConfig(RunConfig):
         epochs, max_steps: where training ends, whichever comes first.
         optimizer: import path of an optimizer class, or adamw, adam, sgd.
         optimizer_kwargs, scheduler_kwargs, loss_kwargs: keywords for them.
-        scheduler: import path of a scheduler class, or cosine, step, onecycle. None: a constant rate.
+        scheduler: import path of a scheduler class, or cosine, step, onecycle. None: a constant rate. It spans
+            `epochs`, also where `max_steps` ends the run before: resumed, it goes on as if it had not ended.
         scheduler_interval: whether it steps once an "epoch" or once an optimizer "step".
         warmup: epochs (or steps) during which the rate rises linearly.
         loss: import path of a loss (its mean over samples), or cross_entropy, mse.
@@ -135,7 +136,7 @@ class TrainingConfig(RunConfig):
     checkpoint_dir: Path | None = None
     checkpoint_every: int | None = None
     checkpoint_keep: int = 3
-    resume: str = "auto"
+    resume: str | Path = "auto"
     log: Path | None = None
     tensorboard: bool = False
     export: Path | None = None
@@ -154,6 +155,8 @@ class TrainingConfig(RunConfig):
             raise ConfigError(f"ema = {self.ema} is not between 0 and 1", fix="0.999 averages about 1000 steps")
         if self.checkpoint_dir is None and (self.checkpoint_every is not None or self.resume not in ("auto", "never")):
             raise ConfigError("checkpoints were asked for, but not where", fix="set checkpoint_dir")
+        if self.resume not in ("auto", "never") and not os.path.isdir(self.resume):
+            raise ConfigError(f"resume = {str(self.resume)!r} is not a checkpoint's folder", choices=("auto", "never"))
         if self.tensorboard and self.log is None:
             raise ConfigError("tensorboard needs a folder", fix="set log")
 

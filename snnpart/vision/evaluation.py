@@ -15,7 +15,7 @@ from torch import Tensor
 
 from snnpart.vision import build
 from snnpart.vision.config import EvaluationConfig
-from snnpart.vision.logs import Log, Steps
+from snnpart.vision.logs import Steps, open_log
 from snnpart.vision.metrics import Sums, peak_bytes
 from snnpart.vision.session import Session, class_count, opened
 from snnpart.vision.weights import weights_of
@@ -34,7 +34,7 @@ def evaluate(config: EvaluationConfig) -> dict[str, Any]:
     data = build.make_data(config)
     part = data.training if config.split == "train" else data.validation
     with opened(config, part, config.split, model) as session:
-        log = Log(config.log, session.running.ranks.rank == 0)
+        log = open_log(session.running.ranks, config.log)
         found = score(session, part, build.make_loss(config))
         log.metrics({"event": "evaluation", **found})
         return found

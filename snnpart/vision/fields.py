@@ -8,6 +8,7 @@ checked when the object is made, so that a wrong word is found before anything i
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -44,6 +45,16 @@ class Configuration:
                 fix="give the import path of a factory, package.module:name, and its keywords",
             )
         return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def described(self) -> dict[str, Any]:
+        """All fields as JSON holds them, for a file that tells of a run that may have been given objects in Python.
+
+        A function or class of a module is its import path; None stands for a field that holds something else, and for
+        the factory of keywords that do.
+        """
+        values = {item.name: _written(getattr(self, item.name)) for item in fields(self)}  # type: ignore[arg-type]
+        lost = {name.removesuffix("_kwargs") for name, value in values.items() if value is _UNWRITTEN}
+        return {name: None if value is _UNWRITTEN or name in lost else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -139,6 +150,33 @@ def _spoken(kind: Any) -> str:
     return {**words, dict: "a table", tuple: "a list"}.get(
         get_origin(kind) or kind, getattr(kind, "__name__", str(kind))
     )
+
+
+_UNWRITTEN = object()
+
+
+def _written(value: Any) -> Any:
+    """The value as JSON holds it, or `_UNWRITTEN`."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        items = {key: _written(item) for key, item in value.items()}
+        return items if _is_plain(items) else _UNWRITTEN
+    if isinstance(value, (list, tuple)):
+        listed = [_written(item) for item in value]
+        return listed if _is_plain(listed) else _UNWRITTEN
+    return value if _is_plain(value) else _import_path(value)
+
+
+def _import_path(value: Any) -> Any:
+    """`package.module:name` where that is this very object, so that whoever reads it gets the same."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module in (None, "__main__") or name is None:
+        return _UNWRITTEN
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is value else _UNWRITTEN
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from snnpart.errors import ConfigError
+from snnpart.runtime.ranks import Ranks
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -67,6 +68,19 @@ class Log:
             from snnpart.vision.plots import plot_training
 
             plot_training(rows, self._folder / "training.svg")
+
+
+def open_log(ranks: Ranks, folder: Path | None, tensorboard: bool = False) -> Log:
+    """The log of a run. Collective: ConfigError on every rank where rank 0 cannot write into the folder."""
+    log, problem = Log(None, False), None
+    try:
+        log = Log(folder, ranks.rank == 0, tensorboard)
+    except OSError as error:
+        problem = ConfigError(f"log = {folder} cannot be written: {error.strerror}", fix="give another folder")
+    except ConfigError as error:
+        problem = error
+    ranks.agree(problem)
+    return log
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class Sums:
         """Rows that count: logits [n, K], targets [n] (class numbers; others give no hits), the sum of losses."""
         self.loss = self.loss.to(losses.device) + losses.detach().double()
         self.samples += len(logits)
-        if targets.is_floating_point() or logits.dim() != 2:
+        if targets.is_floating_point() or targets.dim() != 1 or logits.dim() != 2:
             return
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets.unsqueeze(1)
         self.top1 = self.top1.to(logits.device) + best[:, 0].sum()

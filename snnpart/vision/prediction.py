@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
 
 from snnpart import __version__
@@ -39,12 +39,13 @@ def predict(config: PredictionConfig) -> Path:
         ConfigError: the folder does not exist, or part files of another run lie there.
     """
     config, model = weights_of(config)
+    weights = _weights_checksum(model)
     if not config.output.parent.is_dir():
         raise ConfigError(f"{config.output.parent} is not a folder", fix="make it, or give another output")
     data = _part(build.make_data(config), config.split)
     with opened(config, data, config.split, model, targets=config.targets) as session:
         ranks = session.running.ranks
-        parts = _Parts(config)
+        parts = _Parts(config, _identity(config, weights))
         problem = None
         try:
             done = parts.done() if config.resume else set()
@@ -57,9 +58,7 @@ def predict(config: PredictionConfig) -> Path:
         if rest:
             _run(session, data, rest, parts)
         ranks.agree(None)
-        if ranks.rank == 0:
-            parts.merge(session, len(data))
-        ranks.agree(None)
+        ranks.agree(_merged(parts, session, len(data)) if ranks.rank == 0 else None)
         Log(None, ranks.rank == 0).metrics({"event": "prediction", "samples": len(data), "output": str(config.output)})
     return config.output
 
@@ -68,6 +67,15 @@ def _part(data: Any, split: str) -> Any:
     if split == "all":
         return ConcatDataset([data.training, data.validation])
     return data.training if split == "train" else data.validation
+
+
+def _merged(parts: _Parts, session: Session, samples: int) -> Exception | None:
+    """Write the output from the parts; what went wrong, for all ranks to raise."""
+    try:
+        parts.merge(session, samples)
+    except (ConfigError, OSError) as error:
+        return error
+    return None
 
 
 def _run(session: Session, data: Any, rest: list[int], parts: _Parts) -> None:
@@ -91,9 +99,8 @@ def _run(session: Session, data: Any, rest: list[int], parts: _Parts) -> None:
 class _Parts:
     """The part files of one prediction, beside its output."""
 
-    def __init__(self, config: PredictionConfig) -> None:
-        self.config = config
-        self._identity = _identity(config)
+    def __init__(self, config: PredictionConfig, identity: str) -> None:
+        self.config, self._identity = config, identity
 
     def _files(self) -> list[Path]:
         return sorted(self.config.output.parent.glob(f".{self.config.output.name}.part-*.h5"))
@@ -176,17 +183,28 @@ class _Writer:
         self._file.close()
 
 
-def _identity(config: PredictionConfig) -> str:
+def _weights_checksum(model: nn.Module) -> str:
+    """SHA-256 of the model's state: a folder of the same name may hold other weights by now."""
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode())
+        if isinstance(value, Tensor):
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _identity(config: PredictionConfig, weights: str) -> str:
     """What makes two predictions the same: weights, data, split, layout."""
-    data = config.to_dict()
-    kept = ("model", "model_kwargs", "dataset", "dataset_kwargs", "input_layout", "time_steps", "readout", "artifact",
-            "checkpoint", "split", "targets")  # fmt: skip
-    return hashlib.sha256(json.dumps({k: data[k] for k in kept}, default=str, sort_keys=True).encode()).hexdigest()
+    data = config.described()
+    kept = ("model", "model_kwargs", "dataset", "dataset_kwargs", "input_layout", "time_steps", "readout", "split",
+            "targets")  # fmt: skip
+    told = {"weights": weights, **{name: data[name] for name in kept}}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _attributes(config: PredictionConfig, session: Session) -> dict[str, str]:
     return {
-        "config": json.dumps(config.to_dict(), default=str),
+        "config": json.dumps(config.described()),
         "plan": session.running.compiled.plan.to_json(),
         "model": session.running.compiled.source.name,
         "snnpart": __version__,

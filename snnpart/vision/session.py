@@ -18,6 +18,7 @@ from snnpart import facts
 from snnpart.api import parallelize
 from snnpart.errors import ConfigError
 from snnpart.facts import TimeRole
+from snnpart.layout import TIME
 from snnpart.program import CompiledProgram
 from snnpart.runtime.running import RunningProgram
 from snnpart.vision import build
@@ -113,7 +114,7 @@ def opened(
     program = parallelize(network, **compile_options(config, example))
     running: Any = program.launch(**{**launch_settings(config), **options})
     with running:
-        yield Session(config, running, reader(running.compiled, config.readout))
+        yield Session(config, running, reader(running.compiled, config.readout, steps_of(config)))
 
 
 def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
     return {
         "example_inputs": batch,
         "input_layout": letters,
-        "time_steps": config.time_steps if "T" not in letters else None,
+        "time_steps": steps_of(config),
         "tp": config.tp,
         "pp": config.pp,
         "dp": config.dp,
@@ -135,6 +136,11 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "verify": config.verify,
         "memory": config.memory,
     }
+
+
+def steps_of(config: RunConfig) -> int | None:
+    """How often a model that computes one step is called; None for one that takes all of T at once."""
+    return None if TIME in config.input_layout else config.time_steps
 
 
 def microbatches_of(config: RunConfig) -> int | None:
@@ -165,10 +171,13 @@ def seed_everything(config: RunConfig) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def reader(compiled: CompiledProgram, readout: str) -> Callable[[Any], Tensor]:
-    """What turns the network's outputs into logits [N, ...]: its first tensor, batch first, time read out."""
+def reader(compiled: CompiledProgram, readout: str, steps: int | None) -> Callable[[Any], Tensor]:
+    """What turns the network's outputs into logits [N, ...]: its first tensor, batch first, time read out.
+
+    Of a model that is called `steps` times the outputs are stacked at dim 0, also those that are equal at every step.
+    """
     batch_dim = compiled.source.outputs[0].batch_dim or 0
-    time_dim = _time_dim(compiled)
+    time_dim = _time_dim(compiled) if steps is None else 0
 
     def logits(outputs: Any) -> Tensor:
         x = next(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))

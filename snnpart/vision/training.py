@@ -22,14 +22,14 @@ from torch import Tensor
 from snnpart.errors import LaunchError
 from snnpart.runtime.checkpoint import Checkpointer, undisturbed
 from snnpart.vision import build
-from snnpart.vision.artifact import export
+from snnpart.vision.artifact import export, unusable
 from snnpart.vision.config import TrainingConfig
 from snnpart.vision.data.checks import check_all_labels
 from snnpart.vision.data.loader import Batch
 from snnpart.vision.data.sources import Split
 from snnpart.vision.ema import Average
 from snnpart.vision.evaluation import score
-from snnpart.vision.logs import Log, Steps
+from snnpart.vision.logs import Log, Steps, open_log
 from snnpart.vision.metrics import peak_bytes
 from snnpart.vision.mixup import Mixup
 from snnpart.vision.session import Session, class_count, opened
@@ -52,7 +52,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     data = build.make_data(config)
     launched: dict[str, Any] = {"optimizer": build.optimizer_factory(config), "clip_grad_norm": config.grad_clip}
     with opened(config, data.training, "training", **launched) as session:
-        log = Log(config.log, session.running.ranks.rank == 0, config.tensorboard)
+        log = open_log(session.running.ranks, config.log, config.tensorboard)
+        session.running.ranks.agree(None if config.export is None else unusable(config.export))
         trainer = Trainer(config, session, data, log)
         try:
             return trainer.run()
@@ -110,7 +111,7 @@ class Trainer:
             self.checkpoints.wait()
         if self.config.export is not None:
             with self._averaged():
-                export(self.running, self.config.export, self.config.to_dict())
+                export(self.running, self.config.export, self.config.described())
         return self.at.metrics
 
     def close(self) -> None:
@@ -165,7 +166,7 @@ class Trainer:
         if self.average is not None:
             self.average.update()
         if self.scheduler is not None and self.config.scheduler_interval == "step":
-            self.scheduler.step()
+            build.advance(self.scheduler)
         if self.at.step % self._check_interval == 0:
             self._checked(total)
         return total
@@ -224,7 +225,7 @@ class Trainer:
         if whole:
             at.epoch, at.samples, at.loss = at.epoch + 1, 0, 0.0
             if self.scheduler is not None and self.config.scheduler_interval == "epoch":
-                self.scheduler.step()
+                build.advance(self.scheduler, at.metrics["validation_loss"])
         if self.checkpoints is not None:
             self._save(at.loss)
 
@@ -246,7 +247,7 @@ class Trainer:
             "metrics": at.metrics,
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "seed": self.config.seed,
-            "config": self.config.to_dict(),
+            "config": self.config.described(),
         }
         self.checkpoints.save(at.step, extra)
 

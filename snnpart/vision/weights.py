@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from snnpart.errors import ConfigError
 from snnpart.runtime.checkpoint import read_model
 from snnpart.vision import build
-from snnpart.vision.artifact import DESCRIBES, load_artifact
+from snnpart.vision.artifact import DESCRIBES, Artifact, load_artifact
 from snnpart.vision.config import EvaluationConfig, PredictionConfig
 from snnpart.vision.session import load_weights
 
@@ -26,7 +27,7 @@ def weights_of(config: C) -> tuple[C, nn.Module]:
     """
     if config.artifact is not None:
         artifact = load_artifact(config.artifact)
-        config = replace(config, **_left_open(config, artifact.metadata))
+        config = replace(config, **_left_open(config, artifact))
         state, place = artifact.state_dict(), str(config.artifact)
     else:
         assert config.checkpoint is not None  # check_source
@@ -36,9 +37,18 @@ def weights_of(config: C) -> tuple[C, nn.Module]:
     return config, model
 
 
-def _left_open(config: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What the artifact says of the network where the configuration has its default."""
+def _left_open(config: Any, artifact: Artifact) -> dict[str, Any]:
+    """What the artifact says of the network where the configuration has its default; ConfigError where it must say
+    more: None stands for what was an object in Python when it was trained."""
+    metadata = artifact.metadata
     plain = {name: type(config).__dataclass_fields__[name] for name in DESCRIBES}
     defaults = {n: f.default_factory() if callable(f.default_factory) else f.default for n, f in plain.items()}
     open_fields = [name for name in DESCRIBES if getattr(config, name) == defaults[name]]
+    for name in ("model", "dataset"):
+        if name in open_fields and metadata.get(name, "") is None:
+            raise ConfigError(
+                f"the artifact does not say its {name}, which was given as an object of Python",
+                where=str(artifact.directory),
+                fix=f"give {name}",
+            )
     return {name: metadata[name] for name in open_fields if name in metadata}

@@ -101,3 +101,12 @@ def test_what_goes_wrong(
 ) -> None:
     assert main("train", arguments) == code
     assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("snnpart.vision.train", stopped)
+    assert main("train", ["--model", "tests.vision.nets:Digits"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

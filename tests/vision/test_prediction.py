@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from snnpart import vision
 from snnpart.errors import ConfigError
 from snnpart.vision.artifact import write
 from snnpart.vision.data.sources import Split
-from snnpart.vision.prediction import _Writer
+from snnpart.vision.prediction import _Parts, _Writer
 from tests.distributed.jobs_vision import waves
 from tests.vision.nets import Plain
 
@@ -34,7 +35,8 @@ class Blind:
 
 
 def blind() -> Split:
-    return Split(Blind(), Blind())  # type: ignore[arg-type]
+    whole: Any = Blind()
+    return Split(whole, Subset(whole, [4, 3, 2, 1, 0]))
 
 
 @pytest.fixture
@@ -92,11 +94,48 @@ def test_parts_of_another_run_are_refused(options: dict[str, Any], tmp_path: Pat
     assert (tmp_path / "out.h5").exists()
 
 
-def test_targets_are_not_read(options: dict[str, Any], tmp_path: Path) -> None:
-    config = {**options, "output": tmp_path / "out.h5", "dataset": "tests.vision.test_prediction:blind"}
+def test_parts_of_other_weights_are_refused(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The artifact was exported again between two attempts: its name is the same, its answers are not."""
+    config = vision.PredictionConfig(**{**options, "output": tmp_path / "out.h5"})
+    with monkeypatch.context() as patch:
+        patch.setattr(_Parts, "merge", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            vision.predict(config)
+    torch.manual_seed(1)
+    write(tmp_path / "artifact", Plain().state_dict(), {"model": "tests.vision.nets:Plain"})
+    with pytest.raises(ConfigError, match="belongs to another prediction"):
+        vision.predict(config)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_disk_that_cannot_take_the_answers(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 hands the error to `agree`, which raises it everywhere; what was answered stays for the next attempt."""
+    config = vision.PredictionConfig(**{**options, "output": tmp_path / "out.h5"})
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("snnpart.vision.prediction.os.replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            vision.predict(config)
+    assert not config.output.exists() and list(tmp_path.glob(".out.h5.part-*"))
+    assert vision.predict(config).exists()
+
+
+@pytest.mark.parametrize("split", ["validation", "all"])
+def test_targets_are_not_read(split: str, options: dict[str, Any], tmp_path: Path) -> None:
+    config = {**options, "output": tmp_path / "out.h5", "dataset": "tests.vision.test_prediction:blind", "split": split}
     vision.predict(vision.PredictionConfig(**config))
     with h5py.File(tmp_path / "out.h5") as file:
-        assert set(file) == {"index", "logits"} and len(file["index"]) == 5
+        assert set(file) == {"index", "logits"} and len(file["index"]) == (10 if split == "all" else 5)
 
 
 def test_the_folder_must_be_there(options: dict[str, Any], tmp_path: Path) -> None:

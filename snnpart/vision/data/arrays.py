@@ -73,10 +73,17 @@ class HDF5Samples(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = (self._read(name, index) for name in self._names)
+        return x, y
+
+    def inputs_of(self, index: int) -> Tensor:
+        """The sample without its target, which is not read."""
+        return self._read(self._names[0], index)
+
+    def _read(self, name: str, index: int) -> Tensor:
         if self._file is None:
             self._file = h5py.File(self._path, "r")
-        x, y = (torch.as_tensor(np.asarray(self._file[name][index])) for name in self._names)
-        return x, y
+        return torch.as_tensor(np.asarray(self._file[name][index]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}

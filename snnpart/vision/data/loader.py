@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from snnpart.errors import ConfigError
 from snnpart.layout import BATCH, TIME
@@ -131,12 +132,24 @@ class Samples(Dataset[Any]):
 
     def _read(self, index: int) -> tuple[Tensor, Any]:
         with _seeded(*self._seed, index):
-            if not self._targets and hasattr(self._source, "inputs_of"):
-                return self._layout.sample(self._source.inputs_of(index), index), 0
+            holder, place = _holder(self._source, index)
+            if not self._targets and hasattr(holder, "inputs_of"):
+                return self._layout.sample(holder.inputs_of(place), index), 0
             found = self._source[index]
         if not (isinstance(found, (tuple, list)) and len(found) == 2):
             raise ConfigError(f"sample {index} is a {type(found).__name__}, not a pair (x, y)")
         return self._layout.sample(found[0], index), found[1] if self._targets else 0
+
+
+def _holder(source: Any, index: int) -> tuple[Any, int]:
+    """The data set under torch's `Subset` and `ConcatDataset` that holds the sample, and the sample's index in it."""
+    while type(source) in (Subset, ConcatDataset):
+        if isinstance(source, Subset):
+            source, index = source.dataset, source.indices[index]
+        else:
+            part = bisect_right(source.cumulative_sizes, index)
+            source, index = source.datasets[part], index - (source.cumulative_sizes[part - 1] if part else 0)
+    return source, index
 
 
 def _unreadable(index: int, error: Exception) -> ConfigError:
@@ -172,7 +185,15 @@ class _Collate:
 
     def __call__(self, rows: list[tuple[Tensor, Any, int, bool]]) -> tuple[Tensor, Any, tuple[int, ...], Tensor]:
         xs, ys, indices, counted = zip(*rows, strict=True)
-        return self.layout.batch(xs, indices), default_collate(list(ys)), tuple(indices), torch.tensor(counted)
+        return self.layout.batch(xs, indices), _targets(ys), tuple(indices), torch.tensor(counted)
+
+
+def _targets(rows: Sequence[Any]) -> Any:
+    """The targets as a batch; whole numbers of any width as int64, which torch's losses take class numbers in."""
+    found = default_collate(list(rows))
+    if not isinstance(found, Tensor) or found.dtype.is_floating_point or found.dtype in (torch.bool, torch.complex64):
+        return found
+    return found.long()
 
 
 @dataclass(frozen=True)
