@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from snnpart.vision import build
 from snnpart.vision.config import EvaluationConfig
@@ -47,10 +48,9 @@ def score(session: Session, data: Any, loss: Callable[..., Tensor]) -> dict[str,
     sums, started = Sums(), time.perf_counter()
     with Steps("evaluation", len(loader), session.running.ranks.rank == 0) as steps:
         for batch in session.batches(loader, classes):
-            logits = session.logits(session.running.eval_step(batch.inputs))
-            keep = batch.counted.to(logits.device)
+            logits = wide(session.logits(session.running.eval_step(batch.inputs)))
             if batch.real and session.reports:
-                rows, targets = logits[keep], batch.targets.to(logits.device)[keep]
+                rows, targets = counted_rows((logits, batch.targets), batch.counted.to(logits.device))
                 with torch.no_grad():
                     sums.add(rows, targets, loss(rows, targets) * len(rows))
             steps.advance()
@@ -63,3 +63,13 @@ def score(session: Session, data: Any, loss: Callable[..., Tensor]) -> dict[str,
         "images_per_second": found["samples"] / seconds,
         "peak_bytes": peak_bytes(ranks),
     }
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Logits that autocast made as float32, in which the loss of a batch is not rounded to three digits."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def counted_rows(tree: Any, counted: Tensor) -> Any:
+    """The rows that count of every tensor in it, on the device of `counted`."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(counted.device)[counted], tree)

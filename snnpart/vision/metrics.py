@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ class Sums:
     top5: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     samples: int = 0
 
-    def add(self, logits: Tensor, targets: Tensor, losses: Tensor) -> None:
+    def add(self, logits: Tensor, targets: Any, losses: Tensor) -> None:
         """Rows that count: logits [n, K], targets [n] (class numbers; others give no hits), the sum of losses."""
         self.loss = self.loss.to(losses.device) + losses.detach().double()
         self.samples += len(logits)
-        if targets.is_floating_point() or targets.dim() != 1 or logits.dim() != 2:
+        numbers = isinstance(targets, Tensor) and targets.dim() == 1 and not targets.is_floating_point()
+        if not numbers or logits.dim() != 2:
             return
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets.unsqueeze(1)
         self.top1 = self.top1.to(logits.device) + best[:, 0].sum()

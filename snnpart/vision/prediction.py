@@ -42,6 +42,8 @@ def predict(config: PredictionConfig) -> Path:
     weights = _weights_checksum(model)
     if not config.output.parent.is_dir():
         raise ConfigError(f"{config.output.parent} is not a folder", fix="make it, or give another output")
+    if config.output.is_dir():
+        raise ConfigError(f"{config.output} is a folder", fix="give the name of an HDF5 file")
     data = _part(build.make_data(config), config.split)
     with opened(config, data, config.split, model, targets=config.targets) as session:
         ranks = session.running.ranks
@@ -87,6 +89,8 @@ def _run(session: Session, data: Any, rest: list[int], parts: _Parts) -> None:
         with Steps("prediction", len(loader), session.running.ranks.rank == 0) as steps:
             for batch in session.batches(loader):
                 logits = session.logits(session.running.eval_step(batch.inputs)).cpu()
+                if config.targets and not isinstance(batch.targets, Tensor):
+                    raise ConfigError("targets that are no single tensor cannot be written", fix="set targets = false")
                 if writer is not None and batch.real:
                     index = torch.tensor(batch.indices)
                     writer.append(index[batch.counted], logits[batch.counted], batch.targets[batch.counted])

@@ -24,7 +24,7 @@ from snnpart.runtime.checkpoint import Checkpointer, undisturbed
 from snnpart.vision import build
 from snnpart.vision.artifact import export, unusable
 from snnpart.vision.config import TrainingConfig
-from snnpart.vision.data.checks import check_all_labels
+from snnpart.vision.data.checks import check_all_labels, check_not_empty
 from snnpart.vision.data.loader import Batch
 from snnpart.vision.data.sources import Split
 from snnpart.vision.ema import Average
@@ -50,6 +50,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         LaunchError: the loss is no number; the last checkpoint is named.
     """
     data = build.make_data(config)
+    check_not_empty(data.validation, "validation")
     launched: dict[str, Any] = {"optimizer": build.optimizer_factory(config), "clip_grad_norm": config.grad_clip}
     with opened(config, data.training, "training", **launched) as session:
         log = open_log(session.running.ranks, config.log, config.tensorboard)

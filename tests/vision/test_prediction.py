@@ -142,3 +142,5 @@ def test_the_folder_must_be_there(options: dict[str, Any], tmp_path: Path) -> No
     config = {**options, "output": tmp_path / "no" / "out.h5", "dataset": "tests.vision.test_prediction:blind"}
     with pytest.raises(ConfigError, match="is not a folder"):
         vision.predict(vision.PredictionConfig(**config))
+    with pytest.raises(ConfigError, match="is a folder"):
+        vision.predict(vision.PredictionConfig(**{**config, "output": tmp_path}))

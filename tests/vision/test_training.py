@@ -10,12 +10,13 @@ import h5py
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from snnpart import vision
 from snnpart.errors import CheckpointError, ConfigError
 from snnpart.runtime.checkpoint import last_whole, read_model
 from snnpart.vision.artifact import load_artifact
+from snnpart.vision.evaluation import wide
 from tests.vision.nets import Plain
 
 
@@ -43,6 +44,17 @@ class OneStep(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(self.head(x.flatten(1)))  # type: ignore[no-any-return]
+
+
+class Single(nn.Module):
+    """`Plain` in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float())  # type: ignore[no-any-return]
 
 
 def trained(**fields: Any) -> dict[str, Any]:
@@ -91,6 +103,44 @@ def test_values_as_targets() -> None:
 def test_several_classes_a_sample_give_no_hits() -> None:
     found = trained(dataset_kwargs={"kind": "several"}, loss="torch.nn.MultiLabelMarginLoss")
     assert (found["top1"], found["top5"]) == (0.0, 0.0)
+
+
+class Named:
+    """Samples whose targets are a dict."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        x, y = samples()[index]
+        return x, {"kind": y}
+
+
+def named_loss(logits: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(logits, targets["kind"])
+
+
+def test_targets_in_a_dict(tmp_path: Path) -> None:
+    wanted = trained()
+    found = trained(dataset=Named, loss=named_loss, export=tmp_path / "artifact")
+    assert (found["train_loss"], found["validation_loss"]) == (wanted["train_loss"], wanted["validation_loss"])
+    assert found["top1"] == 0.0
+    config = vision.PredictionConfig(artifact=tmp_path / "artifact", output=tmp_path / "out.h5", targets=True)
+    with pytest.raises(ConfigError, match="targets that are no single tensor cannot be written"):
+        vision.predict(config)
+
+
+def test_half_precision_does_not_round_the_loss() -> None:
+    """The mean over the samples of what the logits give, not of losses in bfloat16."""
+    rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert wide(rows).dtype == torch.float32 and wide(rows.double()).dtype == torch.float64
+    found = trained(model=Single, precision="bf16")["validation_loss"]
+    assert torch.tensor(found * 6).bfloat16().double().item() != pytest.approx(found * 6, rel=1e-9)
+
+
+def test_no_validation_samples() -> None:
+    with pytest.raises(ConfigError, match="the validation part of the data is empty"):
+        trained(dataset=lambda: (samples(), Subset(samples(), [])))
 
 
 @pytest.mark.parametrize("readout", ["mean", "sum", "last"])

@@ -18,12 +18,17 @@ def check_samples(samples: Samples, name: str) -> Tensor:
     Raises:
         ConfigError: no samples, one that cannot be read or does not fit the layout, or one that is not finite.
     """
-    if not len(samples):
-        raise ConfigError(f"the {name} part of the data is empty", fix="give it at least one sample")
+    check_not_empty(samples, name)
     x, _, index, _ = samples[0]
     if x.is_floating_point() and not bool(torch.isfinite(x).all()):
         raise ConfigError(f"sample {index} of the {name} part holds NaN or Inf")
     return x
+
+
+def check_not_empty(data: Any, name: str) -> None:
+    """ConfigError for a part without samples."""
+    if not len(data):
+        raise ConfigError(f"the {name} part of the data is empty", fix="give it at least one sample")
 
 
 def check_labels(targets: Any, classes: int, indices: tuple[int, ...]) -> None:
