@@ -114,7 +114,11 @@ def _signature(head: Mapping[str, Any]) -> str:
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """The head of a checkpoint; CheckpointError where it is damaged or of another kind."""
+    """The head of a checkpoint; CheckpointError where it is damaged, of another kind, or a folder of checkpoints."""
+    if not (path / HEAD).exists() and found(path):
+        raise CheckpointError(
+            "this folder holds checkpoints and is none", where=str(path), choices=[each.name for each in found(path)]
+        )
     head = read_signed(path / HEAD)
     if head.get("format") != FORMAT or head.get("version") != VERSION:
         raise CheckpointError(

@@ -191,6 +191,8 @@ def test_resuming_from_a_path(tmp_path: Path) -> None:
     first = tmp_path / "runs" / "step-00000003"
     found = trained(checkpoint_dir=tmp_path / "others", epochs=2, resume=first)
     assert found == pytest.approx({**found, "step": 6, "epoch": 2})
+    with pytest.raises(CheckpointError, match="holds checkpoints and is none\n  valid: step-00000006, step-00000003"):
+        trained(checkpoint_dir=tmp_path / "others", epochs=2, resume=tmp_path / "runs")
     with pytest.raises(ConfigError, match="resume = .*nowhere' is not a checkpoint's folder\n  valid: auto, never"):
         trained(checkpoint_dir=tmp_path, resume="nowhere")
 
