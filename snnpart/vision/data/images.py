@@ -36,7 +36,7 @@ def _folder(path: Path, size: int, augment: bool) -> Any:
     try:
         from torchvision.datasets import ImageFolder
     except ImportError as error:
-        raise ConfigError("images are read by torchvision", fix="pip install snnpart[torchvision]") from error
+        raise ConfigError("images are read by torchvision", fix="pip install snnpart[vision]") from error
     try:
         return ImageFolder(str(path), transform=_transform(size, augment))
     except (OSError, RuntimeError) as error:
