@@ -135,7 +135,19 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "batchnorm": config.batchnorm,
         "verify": config.verify,
         "memory": config.memory,
+        "fuse": on_gpu(config),
+        "channels_last": on_gpu(config),
     }
+
+
+def device_of(config: RunConfig) -> str:
+    """The device a run is for: what was asked for, else a GPU where there is one."""
+    return config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_gpu(config: RunConfig) -> bool:
+    """Whether the run is for a GPU, whose kernels the program then uses: the model itself is made on the CPU."""
+    return device_of(config).startswith("cuda")
 
 
 def steps_of(config: RunConfig) -> int | None:
@@ -152,9 +164,8 @@ def microbatches_of(config: RunConfig) -> int | None:
 
 def launch_settings(config: RunConfig) -> dict[str, Any]:
     """Keywords of `launch`."""
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "device": device,
+        "device": device_of(config),
         "timeout": timedelta(seconds=config.timeout),
         "precision": config.precision,
         "execution": config.execution,

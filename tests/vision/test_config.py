@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from snnpart.errors import ConfigError
 from snnpart.vision.config import EvaluationConfig, PredictionConfig, TrainingConfig
+from snnpart.vision.session import compile_options
 
 MODEL = "tests.nets:Net"
 
@@ -90,3 +92,10 @@ def test_broken_toml_says_where(tmp_path: Path) -> None:
         TrainingConfig.from_toml(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         TrainingConfig.from_toml(tmp_path / "none.toml")
+
+
+def test_a_run_on_a_gpu_asks_for_its_kernels() -> None:
+    """The model is made on the CPU, so what it lies on says nothing."""
+    for device, kernels in (("cpu", False), ("cuda:1", True)):
+        options = compile_options(TrainingConfig(model=MODEL, device=device), torch.rand(3, 8, 8))
+        assert (options["fuse"], options["channels_last"]) == (kernels, kernels)
