@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from snnpart import parallelize  # noqa: E402
 from snnpart.frameworks import reset_state  # noqa: E402
+from tools.bench.turn import wait_for_turn  # noqa: E402
 
 T_LOOP, CLASSES = 25, 10
 
@@ -132,16 +134,20 @@ NETWORKS: dict[str, Network] = {
 
 
 def our_step(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-    program = parallelize(module, example_inputs=x[:4].cpu(), input_layout="NCHW", verify="off", **network.options)
+    program = parallelize(module, example_inputs=x[:4], input_layout="NCHW", verify="off", **network.options)
+    wait_for_turn()
     running = program.launch(
         lambda params: torch.optim.AdamW(params, lr=1e-3), device="cuda", precision="bf16", execution="auto"
     )
-    return lambda: running.train_step(x, y, F.cross_entropy)
+    batch = x.cuda(), y.cuda()
+    return lambda: running.train_step(*batch, F.cross_entropy)
 
 
 def own_step(module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
     """The user's own loop."""
+    wait_for_turn()
     module.cuda()
+    x, y = x.cuda(), y.cuda()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def step() -> Tensor:
@@ -164,24 +170,30 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
     network = NETWORKS[asked.model]
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     module = network.make()
-    x = torch.randn(asked.batch, network.channels, asked.size, asked.size, device="cuda")
-    y = torch.randint(0, CLASSES, (asked.batch,), device="cuda")
+    x = torch.randn(asked.batch, network.channels, asked.size, asked.size)
+    y = torch.randint(0, CLASSES, (asked.batch,))
     step = our_step(network, module, x, y) if asked.ours else own_step(module, x, y)
     for _ in range(asked.warm):
         step()
+    rounds = [timed(step, asked) for _ in range(asked.rounds)]
+    result = {"images_per_second": statistics.median(rounds), "rounds": rounds}
+    print("RESULT " + json.dumps({**result, "peak_memory_bytes": torch.cuda.max_memory_reserved()}), flush=True)
+
+
+def timed(step: Callable[[], Tensor], asked: argparse.Namespace) -> float:
+    """Images/s over the measured steps."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(asked.steps):
         step()
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    result = {"images_per_second": asked.batch * asked.steps / seconds}
-    print("RESULT " + json.dumps({**result, "peak_memory_bytes": torch.cuda.max_memory_reserved()}), flush=True)
+    return float(asked.batch * asked.steps / (time.perf_counter() - began))
 
 
 if __name__ == "__main__":

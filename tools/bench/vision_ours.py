@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from snnpart import parallelize  # noqa: E402
+from tools.bench.turn import wait_for_turn  # noqa: E402
 from tools.bench.vision_models import CLASSES, NAMES, network  # noqa: E402
 
 
@@ -38,14 +41,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=1, help="times that the steps are measured")
     parser.add_argument("--evaluate", action="store_true", help="measure evaluations, not train steps")
     parser.add_argument("--plain", action="store_true", help="without fused neurons and channels last")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     return parser.parse_args()
 
 
-def start(asked: argparse.Namespace) -> tuple[Any, float]:
-    """The running program and the seconds that compiling and launching took."""
+def start(asked: argparse.Namespace) -> tuple[Any, float, float]:
+    """The running program, and the seconds that compiling and launching took."""
     began = time.perf_counter()
     torch.manual_seed(0)
     model = network(asked.model, asked.size)
@@ -64,18 +68,21 @@ def start(asked: argparse.Namespace) -> tuple[Any, float]:
         shard="time" if asked.tp > 1 else "max",
         **kernels,
     )
+    compiled = time.perf_counter() - began
+    wait_for_turn()
+    began = time.perf_counter()
     running = program.launch(
         None if asked.evaluate else lambda params: torch.optim.AdamW(params, lr=1e-3),
         device="cuda",
         execution=asked.mode,
         precision=asked.precision,
     )
-    return running, time.perf_counter() - began
+    return running, compiled, time.perf_counter() - began
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
-    running, compiled = start(asked)
+    running, compiled, launched = start(asked)
     generator = torch.Generator().manual_seed(running.ranks.at.dp)
     shape = (asked.batch, 3, asked.size, asked.size)
     batches = [
@@ -94,19 +101,25 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     for number in range(1, asked.warm):
         step(number)
     running.settle()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    losses = [step(number) for number in range(asked.steps)]
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    images = asked.batch * running.ranks.mesh.dp * asked.steps
+    rounds = [timed(step, asked) * running.ranks.mesh.dp for _ in range(asked.rounds)]
     memory = max(running.ranks.gather(torch.cuda.max_memory_reserved()))
     if asked.profile:
         profiled(lambda: step(0), running.ranks.rank)
-    result = {"images_per_second": images / seconds, "peak_memory_bytes": memory, "loss": losses[-1].item()}
-    result |= {"compile_s": compiled, "first_step_s": first, "notices": list(running.notices)}
+    result = {"images_per_second": statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory}
+    result |= {"loss": step(0).item(), "compile_s": compiled, "launch_s": launched, "first_step_s": first}
+    result |= {"notices": list(running.notices)}
     running.close()
     return result
+
+
+def timed(step: Callable[[int], Any], asked: argparse.Namespace) -> float:
+    """Images/s of one data-parallel rank over the measured steps."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for number in range(asked.steps):
+        step(number)
+    torch.cuda.synchronize()
+    return float(asked.batch * asked.steps / (time.perf_counter() - began))
 
 
 def profiled(step: Any, rank: int) -> None:

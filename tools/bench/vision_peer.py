@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.bench.turn import wait_for_turn  # noqa: E402
 from tools.bench.vision_models import CLASSES, NAMES, config  # noqa: E402
 
 IMAGES = 64
@@ -61,6 +62,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--mode", default="eager")
+    parser.add_argument("--rounds", type=int, default=1, help="its measurement is as many times as long")
     parser.add_argument("--evaluate", action="store_true", help="measure evaluations, not train steps")
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
@@ -72,7 +74,7 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
     from spikingjelly.activation_based.precision import PrecisionConfig
 
     dp = int(os.environ["WORLD_SIZE"]) // (asked.tp * asked.pp)
-    steps = asked.warm + asked.steps
+    steps = asked.warm + asked.steps * asked.rounds
     data = {"count": asked.batch * dp * (steps + 2), "size": asked.size, "validation": asked.batch * dp}
     found = vision.train_classification(
         vision.TrainingConfig(
@@ -113,7 +115,7 @@ def evaluate(asked: argparse.Namespace) -> dict[str, Any]:
         vision.EvaluationConfig(
             artifact=path,
             dataset_builder="tools.bench.vision_peer.evaluation_data",
-            dataset_kwargs={"count": asked.batch * dp * asked.steps, "size": asked.size},
+            dataset_kwargs={"count": asked.batch * dp * asked.steps * asked.rounds, "size": asked.size},
             batch_size=asked.batch,
             workers=8,
             data_parallel="fsdp2" if asked.dp == "fsdp2" else "replicate",
@@ -132,6 +134,9 @@ def evaluate(asked: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     asked = options()
+    import spikingjelly.activation_based.distributed.vision  # noqa: F401  before its turn
+
+    wait_for_turn()
     result = evaluate(asked) if asked.evaluate else train(asked)
     if int(os.environ["RANK"]) == 0:
         print("RESULT " + json.dumps(result), flush=True)

@@ -10,7 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench.turn import Turns  # noqa: E402
 from tools.bench.vision_points import TOPOLOGIES, Point  # noqa: E402
 
 COLUMNS = (
@@ -48,49 +49,59 @@ class NotMeasured(Exception):
     """A process that gave no result; the text says why."""
 
 
-def measure(script: str, gpus: int, options: Sequence[str], limit: float) -> dict[str, Any]:
-    """One measurement in processes of its own."""
+def command_of(script: str, gpus: int, options: Sequence[str]) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    command = [*launcher, str(ROOT / "tools/bench" / script), *options]
+    return [*launcher, str(ROOT / "tools/bench" / script), *options]
+
+
+def turns(commands: Sequence[Sequence[str]]) -> Turns:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
+    return Turns(commands, environment, ROOT)
+
+
+def measure(processes: Turns, command: Sequence[str], limit: float) -> dict[str, Any]:
+    """One measurement in processes of its own."""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False
-        )
+        out, err = processes.run(command, limit)
     except subprocess.TimeoutExpired:
         raise NotMeasured(f"no result in {limit:.0f} s") from None
-    for line in done.stdout.splitlines():
+    for line in out.splitlines():
         if line.startswith("RESULT "):
             found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return found
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    raise NotMeasured((errors or done.stderr.splitlines() or ["no output"])[0][:200])
+    errors = [line for line in err.splitlines() if "Error" in line]
+    raise NotMeasured((errors or err.splitlines() or ["no output"])[0][:200])
+
+
+def commands(bench: Bench, point: Point, steps: Sequence[str]) -> dict[str, list[str]]:
+    """The command of ours ("ours") and of each mode of the peer."""
+    arguments = dict(TOPOLOGIES[point.topology].peers)
+    sides = {"ours": bench.scripts[0], **{mode: (*bench.scripts[1], *arguments[mode]) for mode, _ in point.least}}
+    return {
+        side: command_of(script, point.gpus, [*point.options(side == "ours"), *extra, *bench.options, *steps])
+        for side, (script, *extra) in sides.items()
+    }
 
 
 def in_turn(
-    bench: Bench, point: Point, repeats: int, steps: Sequence[str], limit: float
+    processes: Turns, sides: Mapping[str, Sequence[str]], repeats: int, limit: float
 ) -> dict[str, list[dict[str, Any]] | str]:
-    """Results of ours ("ours") and of each mode of the peer, one after the other; where one failed, why."""
-    found: dict[str, Any] = {"ours": [], **{mode: [] for mode, _ in point.least}}
-    arguments = dict(TOPOLOGIES[point.topology].peers)
+    """Results of each side, one after the other; where one failed, why."""
+    found: dict[str, Any] = {side: [] for side in sides}
     for _ in range(repeats):
-        for side, results in found.items():
-            if isinstance(results, str):
+        for side, command in sides.items():
+            if isinstance(found[side], str):
                 continue
-            ours = side == "ours"
-            script, *extra = bench.scripts[0] if ours else (*bench.scripts[1], *arguments[side])
-            options = [*point.options(ours), *extra, *bench.options, *steps]
             try:
-                results.append(measure(script, point.gpus, options, limit))
+                found[side].append(measure(processes, command, limit))
             except NotMeasured as error:
                 found[side] = f"{side}: {error}"
     return found
 
 
-def rows_of(bench: Bench, point: Point, repeats: int, steps: Sequence[str], limit: float) -> list[dict[str, Any]]:
+def rows_of(bench: Bench, point: Point, found: Mapping[str, list[dict[str, Any]] | str]) -> list[dict[str, Any]]:
     """The rows of one point: throughput against each mode of the peer, and memory against its best one."""
-    found = in_turn(bench, point, repeats, steps, limit)
     ours, rows = found["ours"], []
     for number, (mode, least) in enumerate(point.least):
         peer = found[mode]
@@ -98,11 +109,16 @@ def rows_of(bench: Bench, point: Point, repeats: int, steps: Sequence[str], limi
             why = "; ".join(x for x in (peer, ours) if isinstance(x, str))
             rows.append({**blank(bench, point, mode), "status": "failed", "note": why})
             continue
-        rows.append(compared(bench, point, mode, RATE, [p[RATE] for p in peer], [o[RATE] for o in ours], least))
+        rows.append(compared(bench, point, mode, RATE, rates(peer), rates(ours), least))
         if number == 0:
             memory = [[result[MEMORY] / 2**30 for result in side] for side in (peer, ours)]
             rows.append(compared(bench, point, mode, MEMORY, *memory, 1 / point.memory if point.memory else 0.0))
     return rows
+
+
+def rates(results: Sequence[dict[str, Any]]) -> list[float]:
+    """Images/s of every round of every repeat."""
+    return [rate for result in results for rate in result.get("rounds") or [result[RATE]]]
 
 
 def compared(
@@ -191,21 +207,23 @@ def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
     figure.savefig(target, metadata={"Date": None})
 
 
-def measured(
-    bench: Bench, asked: argparse.Namespace, point: Point, before: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The rows of a point: new ones, or those of before where this machine has too few GPUs."""
-    if point.gpus > torch.cuda.device_count():
-        return before or not_run(bench, point)
-    if not asked.quick:
-        return rows_of(bench, point, asked.repeats, [], asked.time_limit)
-    return rows_of(bench, replace(point, size=32), 1, ["--warm", "5", "--steps", "3"], asked.time_limit)
+def steps_of(asked: argparse.Namespace) -> list[str]:
+    return ["--rounds", str(asked.rounds), *(["--warm", "5", "--steps", "3"] if asked.quick else [])]
+
+
+def chosen(bench: Bench, asked: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> list[Point]:
+    """The points that are asked for and have no row, or all that are asked for with `--again`."""
+    done = {row["point"] for row in rows if row["status"] in ("ok", "failed")}
+    named = [p for p in bench.points() if not asked.points or any(text in p.name for text in asked.points)]
+    points = [point for point in named if asked.again or point.name not in done]
+    return [replace(point, size=32) for point in points] if asked.quick else points
 
 
 def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", action="append", default=[], help="only points whose name holds this")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each side, in turn")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each process measures its 40 steps")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for one measurement")
     parser.add_argument("--again", action="store_true", help="measure points that have rows already")
     parser.add_argument("--quick", action="store_true", help="small images and few steps; writes only to --output")
@@ -218,17 +236,32 @@ def main(bench: Bench, description: str) -> int:
     asked = arguments(description)
     target = asked.output or (None if asked.quick else bench.target)
     rows = read(target) if target is not None else []
-    for point in () if asked.plot else bench.points():
-        before = [row for row in rows if row["point"] == point.name and row["status"] in ("ok", "failed")]
-        chosen = not asked.points or any(text in point.name for text in asked.points)
-        if not chosen or (before and not asked.again):
-            continue
-        found = measured(bench, asked, point, before)
-        rows = [row for row in rows if row["point"] != point.name] + found
-        for row in found:
-            print("{point}: {metric} peer {peer} ours {ours} ratio {ratio} {status} {note}".format(**row), flush=True)
-        if target is not None:
-            write(bench, target, rows)
+    points = [] if asked.plot else chosen(bench, asked, rows)
+    runnable = [point for point in points if point.gpus <= torch.cuda.device_count()]
+    for point in points:
+        known = any(row["point"] == point.name and row["status"] in ("ok", "failed") for row in rows)
+        if point not in runnable and not known:
+            rows = put(bench, target, rows, point, not_run(bench, point))
+    sides = {point: commands(bench, point, steps_of(asked)) for point in runnable}
+    processes = turns([c for point in runnable for _ in range(asked.repeats) for c in sides[point].values()])
+    try:
+        for point in runnable:
+            found = in_turn(processes, sides[point], asked.repeats, asked.time_limit)
+            rows = put(bench, target, rows, point, rows_of(bench, point, found))
+    finally:
+        processes.close()
     if target is not None and any(row["ours"] for row in rows):
         plot(rows, target.with_suffix(".svg"))
     return 0
+
+
+def put(
+    bench: Bench, target: Path | None, rows: Sequence[dict[str, Any]], point: Point, found: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """All rows with those of one point in the place of its earlier ones; printed and written."""
+    for row in found:
+        print("{point}: {metric} peer {peer} ours {ours} ratio {ratio} {status} {note}".format(**row), flush=True)
+    kept = [row for row in rows if row["point"] != point.name] + found
+    if target is not None:
+        write(bench, target, kept)
+    return kept
