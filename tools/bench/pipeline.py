@@ -268,12 +268,17 @@ SECTION = {
 }
 
 
-def kept(path: Path, made: set[str]) -> list[Row]:
-    """Rows of the CSV that belong to sections which were not made anew."""
-    if not path.exists():
+def read(path: Path | None) -> list[Row]:
+    """The rows of the CSV, if it is there."""
+    if path is None or not path.exists():
         return []
     with path.open(encoding="utf-8") as file:
-        return [line for line in csv.DictReader(file) if SECTION[line["metric"].split()[0]] not in made]
+        return list(csv.DictReader(file))
+
+
+def kept(rows_before: Sequence[Row], made: set[str]) -> list[Row]:
+    """Rows that belong to sections which were not made anew."""
+    return [line for line in rows_before if SECTION[line["metric"].split()[0]] not in made]
 
 
 def write(path: Path, table: Sequence[Row]) -> None:
@@ -293,19 +298,20 @@ def main() -> int:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     table, made = [], set()
+    target = options.output or (None if options.quick else ROOT / "docs/results/pipeline.csv")
+    before = read(target)
     for section, found in rows(options):
         made.add(section)
         table.append(found)
         print(
             f"{found['point']:32} {found['metric']:36} {found['ours']:>12} {found['unit']} {found['note']}", flush=True
         )
-    target = options.output or (None if options.quick else ROOT / "docs/results/pipeline.csv")
-    if target is not None:
-        write(target, [*kept(target, made), *table])
-        if not options.quick:
-            from tools.bench.pipeline_plot import plot
+        if target is not None:
+            write(target, [*kept(before, made), *table])
+    if target is not None and not options.quick:
+        from tools.bench.pipeline_plot import plot
 
-            print(f"wrote {target} and {plot(target)}")
+        print(f"wrote {target} and {plot(target)}")
     return int(any(found["status"] == "failed" for found in table))
 
 

@@ -34,6 +34,10 @@ class Net:
         y = torch.arange(self.shape[self.layout.index("N")]) % self.classes
         return x.to(device), y.to(device)
 
+    def loss(self, answers: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of the answers [N, classes], or of their mean over T where they are [T, N, classes]."""
+        return F.cross_entropy(answers.mean(0) if answers.dim() == 3 else answers, targets)
+
 
 def sew_resnet(depth: int) -> nn.Module:
     from spikingjelly.activation_based import functional, neuron

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import multiprocessing
 
 from snnpart import parallelize
@@ -89,7 +88,7 @@ def _rank(rank: int, job: Job, port: int, folder: str) -> None:
             torch.cuda.reset_peak_memory_stats()
         torch.distributed.barrier()
         notes.begin()
-        running.train_step(x, y, F.cross_entropy)
+        running.train_step(x, y, KINDS[job.net].loss)
     peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
     found = notes.result(peak, program.compiled.footprint(rank, 0).total)
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))

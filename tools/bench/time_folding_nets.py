@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 class Net:
     """A network to time. `call` is the user's own forward of one batch: reset, the loop, the answer [N, classes].
 
-    `answer` turns the program's output into the same. `limits` are the smallest ratios by kind of device.
+    `answer` turns the program's output into the same. `limits` are the smallest ratios by kind of device. `launch` are
+    options of the programs' launch. `gpu_only`: it takes more memory than most machines have beside a GPU, or is about
+    GPUs.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Net:
     classes: int = 10
     batch_dim: int = 0
     limits: dict[str, float] = field(default_factory=dict)
+    launch: dict[str, Any] = field(default_factory=dict)
+    gpu_only: bool = False
 
 
 class ConvNet(nn.Module):
@@ -208,11 +212,27 @@ def loops(quick: bool) -> list[Net]:
 
 
 def statics(quick: bool) -> list[Net]:
-    """The networks whose hoisting alone is measured: a batch bound by launches, and one bound by the GPU."""
+    """The networks whose hoisting alone is measured: a batch bound by launches and one bound by the GPU, both eager in
+    float32 and as networks are trained on GPUs."""
     if quick:
         return [_repeated("sew_resnet18_hoisting", 18, 2, (2, 3, 32, 32))]
-    names = {32: "sew_resnet34_hoisting", 256: "sew_resnet34_hoisting_N256"}
-    return [_repeated(name, 34, 4, (batch, 3, 128, 128)) for batch, name in names.items()]
+    shapes = {"": (32, 3, 128, 128), "_N256": (256, 3, 128, 128)}
+    plain = [_repeated(f"sew_resnet34_hoisting{name}", 34, 4, shape) for name, shape in shapes.items()]
+    captured = [
+        replace(
+            _repeated(f"sew_resnet34_hoisting_bf16{name}", 34, 4, shape),
+            options={"fuse": True, "channels_last": True},
+            launch={"execution": "cuda_graph", "precision": "bf16", "optimizer": adamw},
+            gpu_only=True,
+        )
+        for name, shape in shapes.items()
+    ]
+    return [*(replace(net, gpu_only=net.shape[0] > 32) for net in plain), *captured]
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that a captured step ends with."""
+    return torch.optim.AdamW(params, lr=1e-3)
 
 
 def _repeated(name: str, depth: int, steps: int, shape: tuple[int, ...]) -> Net:
