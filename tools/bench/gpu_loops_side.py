@@ -65,6 +65,13 @@ def spikingjelly(path: str, name: str, **arguments: Any) -> Callable[[], nn.Modu
     return make
 
 
+def qkformer() -> nn.Module:
+    """SpikingJelly's QKFormer, which repeats an image over its T itself."""
+    from spikingjelly.activation_based.model.qkformer import qkformer_10_384
+
+    return qkformer_10_384(T=4, num_classes=CLASSES)
+
+
 class Convolutional(nn.Module):
     """Two convolutions and a linear layer, each with a layer of neurons: the step of the tutorials, [N, 1, 28, 28]."""
 
@@ -130,11 +137,13 @@ NETWORKS: dict[str, Network] = {
     "SEW-ResNet18": Network(spikingjelly("sew_resnet", "sew_resnet18", cnf="ADD"), 32, 128),
     "SEW-ResNet50": Network(spikingjelly("sew_resnet", "sew_resnet50", cnf="ADD"), 32, 128),
     "Spiking-VGG11": Network(spikingjelly("spiking_vgg", "spiking_vgg11_bn"), 32, 128),
+    "QKFormer": Network(qkformer, 32, 128),
 }
 
 
 def our_step(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-    program = parallelize(module, example_inputs=x[:4], input_layout="NCHW", verify="off", **network.options)
+    kernels = {"fuse": True, "channels_last": True}
+    program = parallelize(module, example_inputs=x[:4], input_layout="NCHW", verify="off", **kernels, **network.options)
     wait_for_turn()
     running = program.launch(
         lambda params: torch.optim.AdamW(params, lr=1e-3), device="cuda", precision="bf16", execution="auto"

@@ -87,7 +87,8 @@ def compiled(net: Net, model: nn.Module, x: Tensor, **options: Any) -> ParallelP
 @contextmanager
 def running(net: Net, program: ParallelProgram, x: Tensor, y: Tensor, **launch: Any) -> Iterator[Step]:
     """The same step of the program on this process. With an optimizer the step ends with an update."""
-    with program.launch(check_inputs=False, **launch) as launched:
+    launched: Any = program.launch(check_inputs=False, **launch)
+    with launched:
 
         def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(net.answer(out), targets)
