@@ -95,6 +95,7 @@ def in_turn(
                 continue
             try:
                 found[side].append(measure(processes, command, limit))
+                print(f"  {side}: {json.dumps(found[side][-1])}", flush=True)
             except NotMeasured as error:
                 found[side] = f"{side}: {error}"
     return found
