@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -36,9 +37,11 @@ def test_a_missed_limit_is_a_failed_row(bench: ModuleType) -> None:
 def test_kernels_have_a_row_and_losses_must_agree(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "machine", lambda device: "a GPU")
     first, *_ = bench.loops(quick=False)
-    measured = bench.Measured(first, (1.0,), (0.5,), kernels=(900, 500), losses=(2.0, 2.1))
+    counts = Counter({"multiply": 900}), Counter({"void at::native::add<float>": 400, "sum": 100})
+    measured = bench.Measured(first, (1.0,), (0.5,), kernels=counts, losses=(2.0, 2.1))
     times, kernels = bench.rows(measured, "cuda", False, False)
     assert (kernels["metric"], kernels["ratio"], kernels["status"]) == ("kernels", "1.800", "failed")
+    assert "most launched: add<float> 400 times, sum 100 times" in kernels["note"]
     assert times["status"] == "failed" and "losses differ: 2 and 2.1" in times["note"]
 
 
