@@ -79,7 +79,7 @@ def _loop_cost(node: fx.Node, loop: Loop, count: _Counting) -> Cost:
     """An ordinary step's costs T times, and a copy of each result that is kept of all steps."""
     inside = [count(inner) for inner in loop.body.nodes if inner.op != "output"]
     total = {name: loop.steps * sum(getattr(cost, name) for cost in inside) for name in Cost.__dataclass_fields__}
-    copied, value = _bytes(node), first_value(node)
+    copied, value = result_bytes(node), first_value(node)
     assert value is not None  # asked for nodes that make a tensor
     copying = count.profile.kernel_us(0.0, 2 * copied, value.dtype)
     total["read"] += copied
@@ -119,20 +119,21 @@ def _cost(node: fx.Node, value: Value, work: _Work, profile: MachineProfile, kep
 
 def _work(node: fx.Node, value: Value) -> _Work:
     idle = node.op in ("placeholder", "get_attr") or name_of(node) in kinds.VIEWS or isinstance(node.target, type)
-    read = sum(_bytes(item) for item in kinds.tensor_inputs(node))
-    return _Work() if idle else _Work(_flops(node, value), read, _bytes(node), 1.0)
+    read = sum(result_bytes(item) for item in kinds.tensor_inputs(node))
+    return _Work() if idle else _Work(operation_flops(node, value), read, result_bytes(node), 1.0)
 
 
 def product_flops(node: fx.Node, graph: SpikeGraph) -> float:
     """flops of the products with a weight in forward: a convolution's or linear's, those in a cell or a loop."""
     value = first_value(node)
     if isinstance(node.target, Loop):
-        return node.target.steps * sum(product_flops(inner, graph) for inner in node.target.body.nodes)
+        calls = node.target.steps / (node.target.together or 1)
+        return calls * sum(product_flops(inner, graph) for inner in node.target.body.nodes)
     if value is None or node.op == "output":
         return 0.0
     if node.op == "call_module":
         return 2.0 * _rows(value) * _leaf_weights(graph)[str(node.target)]
-    return _flops(node, value) if kinds.kind_of(node) in ("conv", "linear") else 0.0
+    return operation_flops(node, value) if kinds.kind_of(node) in ("conv", "linear") else 0.0
 
 
 def _leaf_weights(graph: SpikeGraph) -> Counter[str]:
@@ -147,9 +148,9 @@ def _leaf_weights(graph: SpikeGraph) -> Counter[str]:
 def _leaf_work(node: fx.Node, value: Value, graph: SpikeGraph, weights: Counter[str]) -> _Work:
     """Element-wise operations at every step, and a product with each weight matrix the layer holds."""
     launches, per_element = _steps(node, graph)
-    read = per_element * sum(_bytes(item) for item in kinds.tensor_inputs(node))
+    read = per_element * sum(result_bytes(item) for item in kinds.tensor_inputs(node))
     flops = per_element * value.numel + 2.0 * _rows(value) * weights[str(node.target)]
-    return _Work(flops, read, per_element * _bytes(node), launches)
+    return _Work(flops, read, per_element * result_bytes(node), launches)
 
 
 def _rows(value: Value) -> float:
@@ -167,10 +168,13 @@ def _steps(node: fx.Node, graph: SpikeGraph) -> tuple[float, float]:
     return steps * per_element, per_element
 
 
-def _flops(node: fx.Node, value: Value) -> float:
+def operation_flops(node: fx.Node, value: Value) -> float:
+    """flops of one operation's forward: two for a multiply-add, eight an element of a norm, else one."""
     kind = kinds.kind_of(node)
     if kind == "conv":
         return _convolution_flops(node, value)
+    if kinds.name_of(node) == "scaled_dot_product_attention":
+        return _attention_flops(node, value)
     if kind in ("linear", "matmul"):
         left = value_of(node.args[0])
         return 2.0 * value.numel * (left.shape[-1] if left is not None and left.shape else 1)
@@ -189,6 +193,14 @@ def _convolution_flops(node: fx.Node, value: Value) -> float:
     return 2.0 * elements * math.prod(weight.shape[1:])
 
 
+def _attention_flops(node: fx.Node, value: Value) -> float:
+    """Queries [.., L, E] by keys [.., S, E], and the weights [.., L, S] by the values."""
+    queries, keys = value_of(node.args[0]), value_of(node.args[1])
+    if queries is None or keys is None:
+        return 0.0
+    return 2.0 * keys.shape[-2] * (queries.numel + value.numel)
+
+
 def _gradients(node: fx.Node, value: Value) -> int:
     """How many gradients backward computes: of each operand of a product that needs one, else one or none."""
     if not value.requires_grad:
@@ -199,7 +211,8 @@ def _gradients(node: fx.Node, value: Value) -> int:
     return max(1, sum(item is not None and item.requires_grad for item in operands))
 
 
-def _bytes(node: fx.Node) -> float:
+def result_bytes(node: fx.Node) -> float:
+    """Bytes of a node's results."""
     value, several = facts.get(node, Value), facts.get(node, Values)
     if value is not None:
         return float(value.bytes)
@@ -210,7 +223,7 @@ def _saved(node: fx.Node, value: Value, kept: set[fx.Node]) -> float:
     """Bytes of values that this node is the first to keep; those of parameters are not counted."""
     fresh = [item for item in kept_values(node) if item not in kept]
     kept.update(fresh)
-    return own_saved(node, value) + sum(_bytes(item) for item in fresh)
+    return own_saved(node, value) + sum(result_bytes(item) for item in fresh)
 
 
 def own_saved(node: fx.Node, value: Value) -> float:

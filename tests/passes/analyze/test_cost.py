@@ -49,6 +49,12 @@ def test_transposed_convolution_counts_its_input() -> None:
     assert found.flops == 2 * (2 * 4 * 25) * 6 * 4
 
 
+def test_attention_is_two_products() -> None:
+    q, k, v = torch.rand(2, 3, 5, 4), torch.rand(2, 3, 7, 4), torch.rand(2, 3, 7, 6)
+    found = cost(F.scaled_dot_product_attention, F.scaled_dot_product_attention, q, k, v)
+    assert found.flops == 2 * (2 * 3) * (5 * 4 * 7 + 5 * 7 * 6)
+
+
 def test_linear_after_linear_has_two_gradients() -> None:
     layers = {"a": nn.Linear(3, 5), "b": nn.Linear(5, 7)}
     graph = analysed(graph_of(lambda m, x: m.b(m.a(x)), torch.rand(2, 3), layers=layers))
