@@ -71,13 +71,14 @@ class StageModule(Body):
 
 @dataclass(frozen=True)
 class BoundStage:
-    """A stage graph over a module, and the network it was lowered from."""
+    """A stage graph over a module, and the network it was lowered from. `evaluate` is for eval without gradients."""
 
     program: StageProgram
     source: SpikeGraph
     reads: tuple[int, ...]
     takes_batch: bool
     run: Callable[..., tuple[Any, ...]]
+    evaluate: Callable[..., tuple[Any, ...]]
 
     @property
     def batch(self) -> int:
@@ -155,17 +156,25 @@ class Stage:
         self._check_same(program, {part.name for part in cut})
         names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
         order = {info.name: i for i, info in enumerate(compiled.source.inputs)}
-        graph = localise(program.graph, self.device)
-        _cut_reads(graph, cut)
+        graph = self._local(program.graph, cut)
         if self._split:
             views_for_readers(graph)
+        run = self.module.bind(graph)
+        other = program.evaluation
         return BoundStage(
             program=program,
             source=compiled.source,
             reads=tuple(order[name] for name in program.reads),
             takes_batch=BATCH_SIZE in names,
-            run=self.module.bind(graph),
+            run=run,
+            evaluate=run if other is None else self.module.bind(self._local(other, cut)),
         )
+
+    def _local(self, graph: fx.Graph, cut: Iterable[TensorSlice]) -> fx.Graph:
+        """A copy of the graph for this rank's device and tensors."""
+        own = localise(graph, self.device)
+        _cut_reads(own, cut)
+        return own
 
     def _cut_when_read(self, program: StageProgram) -> list[TensorSlice]:
         """Buffers that this graph reads in parts and that are held whole, because the launched graph writes them."""
@@ -194,6 +203,7 @@ class Stage:
             received: the values of `program.receives`.
         """
         tail = (size,) if bound.takes_batch else ()
+        run = bound.run if self.module.training or torch.is_grad_enabled() else bound.evaluate
         self._reset(bound.program.leaves)
         for path, info in bound.program.leaves.items():
             frameworks.fit(self.leaves[path], info.module, size, bound.batch)
@@ -201,7 +211,7 @@ class Stage:
             if self.between is not None:
                 self.between.begin(number, bound.program.leaves)
             with self._random_numbers():
-                result = self.run(bound.run, *(inputs[i] for i in bound.reads), *received, *tail)
+                result = self.run(run, *(inputs[i] for i in bound.reads), *received, *tail)
             if self.between is not None:
                 self.between.end(number, size, bound.program.leaves)
             return result

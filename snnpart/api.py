@@ -58,6 +58,7 @@ def parallelize(
     hoist: bool = True,
     fuse: bool | None = None,
     neuron_dtype: str = "float32",
+    numerics: str = "exact",
     channels_last: bool | None = None,
     fold: bool | int = True,
     detach_every: int | None = None,
@@ -103,6 +104,8 @@ def parallelize(
         fuse, channels_last: one kernel for norm, neuron and addition; images with channels last (docs/kernels.md).
             None: both where the model is on a GPU.
         neuron_dtype: what a fused neuron rounds membranes to from step to step: "float32", "bfloat16", "float16".
+        numerics: "fold": evaluations fold BatchNorm into the convolution or linear layer before it (docs/kernels.md);
+            "exact": not.
         memory: bytes that one rank may take in a training step: parameters, gradients, two moments of an optimizer, and
             what backward needs of the microbatches in flight. Layers are shared and stages are cut so that it is kept.
         reset: resets the model's state, where snnpart cannot find out how.
@@ -128,12 +131,8 @@ def parallelize(
         )
     fixed = read_plan(plan)
     if fixed is not None:
-        given = {
-            "stages_per_rank": stages_per_rank,
-            "memory": memory,
-            "schedule": schedule,
-            "microbatches": microbatches,
-        }
+        given = {"stages_per_rank": stages_per_rank, "memory": memory}
+        given |= {"schedule": schedule, "microbatches": microbatches}
         _check_agrees(fixed, tp=tp, pp=pp, dp=dp, **given)
         tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule
         microbatches, stages_per_rank = fixed.microbatches, fixed.stages_per_rank
@@ -156,6 +155,7 @@ def parallelize(
         hoist=hoist,
         fuse=fuse,
         neuron_dtype=neuron_dtype,
+        numerics=numerics,
         channels_last=channels_last,
         fold=fold,
         detach_every=detach_every,

@@ -4,6 +4,7 @@
     plan.json             the plan, as `Plan.to_json` writes it
     source.txt            the analysed source graph (text form, docs/ir.md)
     stage0_tp0.txt ...    the graph of each (stage, tp rank)
+    eval0_tp0.txt ...     that of its evaluations, where it is another one
     weights.safetensors   full tensors under the user's names
 
 No pickle. Reading imports the classes of neurons and surrogates, from the packages that program.json lists, and runs
@@ -102,6 +103,8 @@ def _write(compiled: CompiledProgram, folder: Path, values: Mapping[str, Tensor]
     (folder / SOURCE).write_text(text.print_graph(source))
     for key, stage in compiled.stages.items():
         (folder / _stage_file(*key)).write_text(text.print_fx(stage.graph))
+        if stage.evaluation is not None:
+            (folder / _evaluation_file(*key)).write_text(text.print_fx(stage.evaluation))
     files = sorted(path.name for path in folder.iterdir())
     head = {
         "format": FORMAT,
@@ -154,7 +157,7 @@ def _read(folder: Path, head: Mapping[str, Any], modules: Collection[str]) -> Co
         leaves[path] = frameworks.decode_leaf(data, inside, modules=modules)
     source = text.parse_graph((folder / SOURCE).read_text(), tensors=values, leaves=leaves, modules=modules)
     _mark_learned(source, head)
-    stages = [_read_stage(folder, data, source, modules) for data in head["stages"]]
+    stages = [_read_stage(folder, data, source, modules, head["checksums"]) for data in head["stages"]]
     return CompiledProgram(
         source=source,
         plan=Plan.from_json((folder / PLAN).read_text()),
@@ -179,6 +182,10 @@ def _stage_file(stage: int, tp_rank: int) -> str:
     return f"stage{stage}_tp{tp_rank}.txt"
 
 
+def _evaluation_file(stage: int, tp_rank: int) -> str:
+    return f"eval{stage}_tp{tp_rank}.txt"
+
+
 def _stage_data(stage: StageProgram) -> dict[str, Any]:
     return {
         "stage": stage.stage,
@@ -194,8 +201,12 @@ def _stage_data(stage: StageProgram) -> dict[str, Any]:
     }
 
 
-def _read_stage(folder: Path, data: Mapping[str, Any], source: SpikeGraph, modules: Collection[str]) -> StageProgram:
+def _read_stage(
+    folder: Path, data: Mapping[str, Any], source: SpikeGraph, modules: Collection[str], known: Collection[str]
+) -> StageProgram:
+    """`known` are the files that the program lists."""
     written = (folder / _stage_file(data["stage"], data["tp_rank"])).read_text()
+    other = folder / _evaluation_file(data["stage"], data["tp_rank"])
     return StageProgram(
         stage=data["stage"],
         tp_rank=data["tp_rank"],
@@ -208,6 +219,7 @@ def _read_stage(folder: Path, data: Mapping[str, Any], source: SpikeGraph, modul
         forward_us=data["forward_us"],
         backward_us=data["backward_us"],
         footprint=Footprint(**data["footprint"]),
+        evaluation=text.parse_fx(other.read_text(), modules=modules) if other.name in known else None,
     )
 
 
@@ -246,7 +258,7 @@ def _dtype(name: str) -> torch.dtype:
 def _modules(compiled: CompiledProgram) -> Iterator[str]:
     """Top-level packages whose classes the program needs: neurons, surrogates, NamedTuples of the user's structures."""
     kinds: set[type] = {type(part) for info in compiled.source.leaves.values() for part in info.module.modules()}
-    graphs = [compiled.source.graph, *(stage.graph for stage in compiled.stages.values())]
+    graphs = [compiled.source.graph, *(graph for stage in compiled.stages.values() for graph in stage.graphs)]
     kinds |= {n.target.function for graph in graphs for n in all_nodes(graph) if isinstance(n.target, Surrogate)}
     for spec in (compiled.source.in_spec, compiled.source.out_spec):
         kinds |= {type(part) for part in _containers(tree_unflatten([None] * spec.num_leaves, spec))}

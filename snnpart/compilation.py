@@ -64,6 +64,7 @@ class Options:
     fold: bool | int = True
     fuse: bool | None = None
     neuron_dtype: str = "float32"
+    numerics: str = "exact"
     channels_last: bool | None = None
     detach_every: int | None = None
     state: str = "reset"
@@ -86,8 +87,9 @@ class Options:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} is not a positive integer")
         Plan(
-            tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0
-        )
+            tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0,
+            numerics=self.numerics, neuron_dtype=self.neuron_dtype,
+        )  # fmt: skip
 
 
 def compile_program(
@@ -137,7 +139,8 @@ def compile_program(
     )
     statistics = plan.batchnorm if plan is not None and options.batchnorm == "microbatch" else options.batchnorm
     decided = replace(decided, **_kernels(graph, options, plan), fold=_fold(graph, options, plan, profile))
-    decided = replace(decided, batchnorm=statistics, fuse=decided.fuse and statistics != "sync")
+    numerics = plan.numerics if plan is not None and options.numerics == "exact" else options.numerics
+    decided = replace(decided, batchnorm=statistics, numerics=numerics, fuse=decided.fuse and statistics != "sync")
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)

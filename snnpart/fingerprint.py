@@ -42,7 +42,10 @@ def short_hash(text: str) -> str:
 
 
 def _stage_text(stage: StageProgram) -> str:
-    lines = [f"stage {stage.stage} tp {stage.tp_rank}", *(_node_text(node) for node in stage.graph.nodes)]
+    lines = [
+        f"stage {stage.stage} tp {stage.tp_rank}",
+        *(_node_text(node) for graph in stage.graphs for node in graph.nodes),
+    ]
     lines += [repr(item) for item in (*stage.tensors, *stage.receives, *stage.sends)]
     return _ADDRESS.sub("0x", "\n".join(lines))
 

@@ -171,13 +171,7 @@ class SpikeGraph:
 
     def copy(self) -> SpikeGraph:
         """The same network with a graph of its own; tensors and leaves are shared."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        out = graph.graph_copy(self.graph, mapping)
-        source = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        if out is not None:
-            graph.output(out).meta = dict(source.meta)
-        return _replace_graph(self, graph)
+        return _replace_graph(self, copied(self.graph))
 
 
 def _replace_graph(source: SpikeGraph, graph: fx.Graph) -> SpikeGraph:
@@ -186,6 +180,15 @@ def _replace_graph(source: SpikeGraph, graph: fx.Graph) -> SpikeGraph:
     return replace(
         source, graph=graph, tensors=dict(source.tensors), leaves=dict(source.leaves), notes=dict(source.notes)
     )
+
+
+def copied(source: fx.Graph) -> fx.Graph:
+    """The graph again, with its facts."""
+    graph = fx.Graph()
+    out = graph.graph_copy(source, {})
+    if out is not None:
+        graph.output(out).meta = dict(output_node(source).meta)
+    return graph
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -10,9 +10,11 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `memory`: bytes that one rank may take in a training step, under which placement and stages were chosen (0: no limit).
 - `batchnorm`: whose statistics BatchNorm takes in training: a microbatch's, the whole batch's ("full"), or those of a
   microbatch over all data-parallel ranks ("sync").
+- `numerics`: whether evaluations fold BatchNorm into the layers before it ("fold") or not ("exact").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
+- `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step.
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
-  path whose own operations all lie in one stage.
+  path whose own operations all lie in one stage. Copies of a tied parameter have names of their own (`decide/tied`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ SCHEDULES = schedules.NAMES
 DATA_PARALLEL = ("ddp", "fsdp2")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 BATCHNORM = ("microbatch", "full", "sync")
+NUMERICS = ("exact", "fold")
 VERSION = 1
 
 
@@ -49,6 +52,8 @@ class Plan:
     channels_last: bool = False
     fold: int = 0
     batchnorm: str = "microbatch"
+    numerics: str = "exact"
+    tied: tuple[str, ...] = ()
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
 
@@ -65,8 +70,13 @@ class Plan:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
         if self.batchnorm not in BATCHNORM:
             raise ConfigError(f"batchnorm={self.batchnorm!r} is not known", choices=BATCHNORM)
+        if self.numerics not in NUMERICS:
+            raise ConfigError(f"numerics={self.numerics!r} is not known", choices=NUMERICS)
         if self.neuron_dtype not in STATE_DTYPES:
             raise ConfigError(f"neuron_dtype={self.neuron_dtype!r} is not known", choices=STATE_DTYPES)
+        if isinstance(self.tied, str) or not all(isinstance(name, str) for name in self.tied):
+            raise ConfigError(f"tied={self.tied!r} is no list of names", fix="give the names of parameters")
+        object.__setattr__(self, "tied", tuple(self.tied))
         object.__setattr__(self, "schedule", self.schedule or schedules.default(self.pp, self.microbatches))
         per_rank = schedules.stages_per_rank(self.schedule, self.pp, self.stages_per_rank)
         object.__setattr__(self, "stages_per_rank", per_rank)

@@ -30,7 +30,8 @@ class TensorSlice:
 
     `dim` None means the whole tensor; otherwise the rank holds the intervals `pieces` of that dim. `partial_gradient`:
     after backward the gradient is this rank's part of a sum over tp and must be all-reduced. `channels_last`: the order
-    in which a convolution's weight lies in memory.
+    in which a convolution's weight lies in memory. `stages`: those that hold a copy, where they are several; the
+    gradient is the sum of theirs, and the first one stands for the tensor where it is counted or written.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TensorSlice:
     has_gradient: bool = True
     partial_gradient: bool = False
     channels_last: bool = False
+    stages: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,7 +99,8 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgram:
-    """What one (stage, tp rank) runs."""
+    """What one (stage, tp rank) runs. `evaluation`: the graph of forwards in eval mode that want no gradient, of the
+    same form, where it is another one (norms folded into the layers before them)."""
 
     stage: int
     tp_rank: int
@@ -110,6 +113,12 @@ class StageProgram:
     forward_us: float = 0.0
     backward_us: float = 0.0
     footprint: Footprint = Footprint()
+    evaluation: fx.Graph | None = None
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """All graphs of the stage."""
+        return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
 
     @property
     def predicted_us(self) -> float:

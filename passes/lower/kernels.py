@@ -8,28 +8,55 @@ from dataclasses import dataclass
 from torch import fx
 
 from snnpart.costs import MachineProfile
-from snnpart.graph import LeafInfo
+from snnpart.graph import LeafInfo, copied
 from snnpart.passes.rewrite.channels_last import channels_last
+from snnpart.passes.rewrite.fold_norms import fold_norms
 from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
 from snnpart.plan import Plan
 
 
 @dataclass
 class Kernels:
-    """Why neurons stay layers, and the weights that are to lie with their channels last, of all stages so far."""
+    """Why neurons stay layers and norms stay norms, the norms that evaluations do without, and the weights that are to
+    lie with their channels last, of all stages so far."""
 
     plan: Plan
     leaves: Mapping[str, LeafInfo]
     profile: MachineProfile
     stays: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
     weights: frozenset[str] = frozenset()
 
-    def prepare(self, graphs: Sequence[fx.Graph]) -> None:
-        """Fuse neurons and lay images out as the plan says."""
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know of it."""
+        if self.plan.numerics != "fold":
+            return self.stays
+        gone = ", ".join(self.folded) or "none"
+        return (*self.stays, f"{len(self.folded)} norms are part of the layer before them in eval: {gone}")
+
+    def prepare(self, graphs: Sequence[fx.Graph]) -> tuple[fx.Graph | None, ...]:
+        """Fuse neurons and lay images out as the plan says, in place.
+
+        Returns:
+            the graphs of evaluations, where they are others than those of training.
+        """
         for graph in graphs:
             if self.plan.fuse:
                 found = fuse_neurons(graph, self.leaves, self.profile, state=self.plan.neuron_dtype)
                 self.stays = tuple(dict.fromkeys((*self.stays, *found)))
+        evaluations = [self._for_evaluation(graph) for graph in graphs]
+        for graph in (*graphs, *filter(None, evaluations)):
             if self.plan.channels_last:
                 weights = channels_last(graph)
                 self.weights |= weights if self.plan.dp != "fsdp2" else frozenset()
+        return tuple(evaluations)
+
+    def _for_evaluation(self, graph: fx.Graph) -> fx.Graph | None:
+        if self.plan.numerics != "fold":
+            return None
+        own = copied(graph)
+        found = fold_norms(own)
+        self.folded = tuple(dict.fromkeys((*self.folded, *found.gone)))
+        self.stays = tuple(dict.fromkeys((*self.stays, *found.stays)))
+        return own if found.gone else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import fx
+
 from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Sharded
@@ -20,6 +22,7 @@ from snnpart.passes.analyze.cost import kept_values, own_saved, storage
 from snnpart.passes.analyze.kinds import first_value
 from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
+from snnpart.passes.decide.tied import MADE_BY
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
 from snnpart.passes.lower.kernels import Kernels
 from snnpart.passes.rewrite.fold_rounds import in_rounds, region
@@ -42,38 +45,52 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
     cuts: dict[int, tuple[StageGraph, ...]] = {}
+    evaluations: dict[int, tuple[fx.Graph | None, ...]] = {}
     kernels = Kernels(plan, source.leaves, profile)
     for rank in range(plan.tp):
         same = twin(source, rank)
         if same not in cuts:
             cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count)
-            kernels.prepare([cut.graph for cut in cuts[same]])
+            evaluations[same] = kernels.prepare([cut.graph for cut in cuts[same]])
         cuts[rank] = cuts[same]
-        for stage, names in enumerate(_tensors_of_stages(source, plan, cuts[rank])):
-            slices = tuple(_slice(source.tensors[name], tensors.get(name), rank, kernels) for name in names)
+        held = _tensors_of_stages(source, plan, cuts[rank])
+        holders = {name: tuple(s for s, names in enumerate(held) if name in names) for name in plan.tied}
+        for stage, names in enumerate(held):
+            slices = tuple(
+                _slice(source.tensors[name], tensors.get(name), rank, kernels, holders.get(name, ())) for name in names
+            )
             program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
-            programs[stage, rank] = _in_rounds(program, plan.fold)
-    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=kernels.stays)
+            programs[stage, rank] = _in_rounds(replace(program, evaluation=evaluations[same][stage]), plan.fold)
+    notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
+    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=notices)
 
 
 def _in_rounds(program: StageProgram, together: int) -> StageProgram:
     """The stage with its time loop in rounds, if the plan says so."""
-    found = region(program.graph) if together else ""
-    return program if isinstance(found, str) else replace(program, graph=in_rounds(program.graph, found, together))
+    evaluation = None if program.evaluation is None else _rounds_of(program.evaluation, together)
+    return replace(program, graph=_rounds_of(program.graph, together), evaluation=evaluation)
+
+
+def _rounds_of(graph: fx.Graph, together: int) -> fx.Graph:
+    found = region(graph) if together else ""
+    return graph if isinstance(found, str) else in_rounds(graph, found, together)
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:
     """Names of the tensors of each stage, in the order of the user's module."""
-    read_in = {name: stage for stage, cut in enumerate(cuts) for name in cut.tensors}
+    read_in = {name: [s for s, cut in enumerate(cuts) if name in cut.tensors] for name in graph.tensors}
     leaf_in = {path: stage for stage, cut in enumerate(cuts) for path in cut.leaves}
     found: list[list[str]] = [[] for _ in cuts]
     for name, info in graph.tensors.items():
-        stage = read_in.get(name, leaf_in.get(info.leaf) if info.leaf else None)
-        found[stage if stage is not None else lookup(plan.stages, name) or 0].append(name)
+        unread = leaf_in[info.leaf] if info.leaf in leaf_in else lookup(plan.stages, name) or 0
+        for stage in read_in[name] or [unread]:
+            found[stage].append(name)
     return found
 
 
-def _slice(info: TensorInfo, local: LocalTensor | None, rank: int, kernels: Kernels) -> TensorSlice:
+def _slice(
+    info: TensorInfo, local: LocalTensor | None, rank: int, kernels: Kernels, stages: tuple[int, ...]
+) -> TensorSlice:
     spread = local.spread if local else None
     return TensorSlice(
         name=info.name,
@@ -89,6 +106,7 @@ def _slice(info: TensorInfo, local: LocalTensor | None, rank: int, kernels: Kern
         has_gradient=info.used and info.tensor.requires_grad,
         partial_gradient=bool(local and local.partial_gradient),
         channels_last=info.name in kernels.weights,
+        stages=stages if len(stages) > 1 else (),
     )
 
 

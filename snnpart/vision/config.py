@@ -46,6 +46,7 @@ class RunConfig(Configuration):
         tp, pp, dp, microbatches, schedule, plan: as for `snnpart.parallelize`.
         batchnorm: whose statistics BatchNorm takes in training: microbatch, full, or sync (over all dp ranks).
         precision: fp32, bf16 or fp16 (autocast; fp16 with a loss scaler).
+        numerics: fold: evaluations fold BatchNorm into the layer before it; exact: they do not.
         memory: bytes that a rank may use, or None.
         execution: auto, eager, compile or cuda_graph.
         device: cpu or cuda; None: cuda where there is one.
@@ -73,6 +74,7 @@ class RunConfig(Configuration):
     plan: Path | None = None
     batchnorm: Literal["microbatch", "full", "sync"] = "microbatch"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    numerics: Literal["exact", "fold"] = "exact"
     memory: int | None = None
     execution: Literal["auto", "eager", "compile", "cuda_graph"] = "auto"
     device: str | None = None

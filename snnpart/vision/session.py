@@ -133,6 +133,7 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "schedule": config.schedule,
         "plan": config.plan,
         "batchnorm": config.batchnorm,
+        "numerics": config.numerics,
         "verify": config.verify,
         "memory": config.memory,
         "fuse": on_gpu(config),
