@@ -62,11 +62,25 @@ class Heartbeat:
             self._thread.start()
 
     def _connect(self) -> dist.TCPStore:
+        """Collective. No rank comes back before all are connected: the first may close its store right after, and who
+        connects to a store that is gone tries on until the timeout.
+
+        Raises:
+            LaunchError: on every rank, when one cannot reach the store.
+        """
         host, wait = os.environ.get("MASTER_ADDR", "localhost"), timedelta(seconds=max(10.0, self._timeout))
         first = self._ranks.rank == 0
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait) if first else None
         port = self._ranks.gather(store.port if store is not None else 0)[0]
-        return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+        problem: LaunchError | None = None
+        try:
+            store = store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+        except RuntimeError as error:
+            fix = "set MASTER_ADDR to an address of rank 0's host that all ranks reach"
+            problem = LaunchError(f"the store of heartbeats at {host}:{port} cannot be reached: {error}", fix=fix)
+        self._ranks.agree(problem)
+        assert store is not None
+        return store
 
     @contextmanager
     def within(self, operation: str) -> Iterator[None]:

@@ -99,6 +99,31 @@ def breaks_and_goes_on() -> dict[str, Any]:
     return result
 
 
+def connects(how: str) -> tuple[str, float]:
+    """Launch and close at once, while rank 1 comes late to the store of heartbeats or does not reach it: the error's
+    text, and the seconds that launch took."""
+    real = dist.TCPStore
+
+    def late(*arguments: Any, is_master: bool, **options: Any) -> dist.TCPStore:
+        if not is_master and how == "late":
+            time.sleep(1.0)
+        elif not is_master:
+            raise dist.DistNetworkError("no route to host")
+        return real(*arguments, is_master=is_master, **options)
+
+    start = time.monotonic()
+    try:
+        dist.TCPStore = late  # type: ignore[misc, assignment]
+        running = launch(compile_by_hand(make_net(), pp=2), timeout=timedelta(seconds=20))
+        seconds = time.monotonic() - start
+        running.close()
+        return "", seconds
+    except LaunchError as error:
+        return str(error), time.monotonic() - start
+    finally:
+        dist.TCPStore = real  # type: ignore[misc]
+
+
 def broken_program() -> tuple[str, str]:
     """All ranks raise in their loss or receive; another step says that the program must be launched again."""
     running = launch(compile_by_hand(make_net(), pp=2), timeout=timedelta(seconds=2))

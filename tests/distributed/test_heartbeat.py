@@ -53,3 +53,15 @@ def test_a_step_that_raised_leaves_nothing(pool: Pool) -> None:
 def test_a_pipeline_that_broke_must_be_launched_again(pool: Pool) -> None:
     for kind, text in pool.run(JOBS + "broken_program", ranks=2):
         assert kind == "LaunchError" and "launch again" in text
+
+
+def test_a_rank_that_connects_late_finds_the_store_still_there(pool: Pool) -> None:
+    """Rank 0 closes right after launch; it used to take its store with it before the others had reached it."""
+    for text, seconds in pool.run(JOBS + "connects", ranks=2, how="late", timeout=30.0):
+        assert text == "" and 1.0 <= seconds < 15
+
+
+def test_a_store_that_a_rank_does_not_reach_is_named_on_all(pool: Pool) -> None:
+    for text, _ in pool.run(JOBS + "connects", ranks=2, how="cut off", timeout=30.0):
+        assert text.startswith("rank 1: the store of heartbeats at localhost:"), text
+        assert "no route to host" in text and "MASTER_ADDR" in text
