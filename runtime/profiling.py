@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from snnpart.costs import MachineProfile, synchronise
 from snnpart.facts import Cost, Origin, get
 from snnpart.program import CompiledProgram
+from snnpart.runtime.launch import TIMEOUT
+from snnpart.runtime.ranks import join
 from snnpart.timeline import predicted
 
 MARK = "snnpart|"
@@ -30,6 +33,8 @@ _BACKWARD = 1
 """torch's RecordScope of a backward function."""
 _COMMUNICATION = ("nccl", "gloo", "c10d::")
 OTHER, OPTIMIZER = "(other)", "(optimizer)"
+PROFILED = 3
+"""Steps that a profiler watches; what it says is of one."""
 Step = Callable[[], Any]
 
 
@@ -50,11 +55,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Whole:
-    """A step as it runs, in microseconds: from start to end, with a kernel under way, communicating."""
+    """A step as it runs, in microseconds: from start to end, with a kernel under way, communicating; `kernels` by name.
+
+    Kernels that run at the same time count once in `busy`, each for itself in `kernels`.
+    """
 
     step: float
     busy: float
     communication: float
+    kernels: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def gaps(self) -> float:
@@ -161,23 +170,43 @@ def _belongs(event: Any, forward_of: dict[int, tuple[str, str]]) -> tuple[tuple[
     return (OTHER, ""), False
 
 
-def whole(step: Step, device: torch.device, repeats: int = 10) -> Whole:
-    """A step as it runs. The step has run often enough before."""
+def whole(step: Step, device: torch.device, repeats: int = 10, trace: Path | None = None) -> Whole:
+    """A step as it runs; it has run often enough before. A Chrome trace of `PROFILED` steps is written to `trace`."""
+    seconds = timed(step, device, repeats)
+    cuda = device.type == "cuda"
+    kinds = [ProfilerActivity.CUDA] if cuda else []
+    kinds += [ProfilerActivity.CPU] if trace is not None or not cuda else []
+    with profile(activities=kinds) as seen:
+        for _ in range(PROFILED):
+            step()
+        synchronise(device)
+    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    events = [event for event in seen.events() if event.device_type == kind and not (cuda and event.is_user_annotation)]
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        seen.export_chrome_trace(str(trace))
+    talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
+    busy = _union([event.time_range for event in events]) / PROFILED
+    communication = _union([event.time_range for event in talking]) / PROFILED
+    return Whole(1e6 * seconds, min(busy, 1e6 * seconds), communication, _by_name(events, cuda))
+
+
+def timed(step: Step, device: torch.device, repeats: int) -> float:
+    """Seconds of a step, the mean of `repeats` without a wait between them."""
     synchronise(device)
     began = time.perf_counter()
     for _ in range(repeats):
         step()
     synchronise(device)
-    seconds = (time.perf_counter() - began) / repeats
-    cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
-        step()
-        synchronise(device)
-    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    events = [event for event in seen.events() if event.device_type == kind]
-    talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
-    busy = _union([event.time_range for event in events])
-    return Whole(1e6 * seconds, min(busy, 1e6 * seconds), _union([event.time_range for event in talking]))
+    return (time.perf_counter() - began) / repeats
+
+
+def _by_name(events: Sequence[Any], cuda: bool) -> dict[str, float]:
+    """Microseconds of a step by kernel: on the CPU those of an operation without what it calls."""
+    found: dict[str, float] = defaultdict(float)
+    for event in events:
+        found[event.name] += (event.time_range.elapsed_us() if cuda else event.self_cpu_time_total) / PROFILED
+    return dict(found)
 
 
 def _union(ranges: Sequence[Any]) -> float:
@@ -187,16 +216,6 @@ def _union(ranges: Sequence[Any]) -> float:
         total += max(0.0, one.end - max(one.start, end))
         end = max(end, one.end)
     return total
-
-
-def roofline(compiled: CompiledProgram) -> float:
-    """Microseconds of a step by work alone: operations at the larger of flops over rate and bytes over bandwidth."""
-    costs = [cost for node in compiled.source.graph.nodes if (cost := get(node, Cost)) is not None]
-    return sum(
-        max(0.0, cost.forward_us - cost.launch_us)
-        + (max(0.0, cost.backward_us - cost.launch_us) if cost.backward_us else 0.0)
-        for cost in costs
-    )
 
 
 def predictions(compiled: CompiledProgram) -> tuple[float, float]:
@@ -211,17 +230,23 @@ def measured_machine(profile_before: MachineProfile, device: torch.device, dtype
     x = torch.randn(size, size, device=device).to(dtype)
     large = torch.empty(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     other = torch.empty_like(large)
-    product = _seconds(lambda: x @ x, device)
-    copied = _seconds(lambda: other.copy_(large), device)
+    product = _best(lambda: x @ x, device)
+    copied = _best(lambda: other.copy_(large), device)
     flops = {**profile_before.flops, str(dtype).removeprefix("torch."): 2 * size**3 / product}
     return replace(profile_before, flops=flops, copy=2 * large.numel() / copied, source="measured here")
 
 
-def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    work()
-    synchronise(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    synchronise(device)
-    return (time.perf_counter() - began) / repeats
+def agreed_machine(profile_before: MachineProfile, device: torch.device, dtype: torch.dtype) -> MachineProfile:
+    """What the first rank measures, on all of them: plans that differ would be refused. Collective."""
+    ranks = join(1, 1, device=device, timeout=TIMEOUT)
+    try:
+        found: MachineProfile = ranks.gather(measured_machine(profile_before, device, dtype))[0]
+        return found
+    finally:
+        ranks.close()
+
+
+def _best(work: Step, device: torch.device, bursts: int = 4) -> float:
+    """The best mean of a few bursts, after a first call."""
+    timed(work, device, 1)
+    return min(timed(work, device, 5) for _ in range(bursts))

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from snnpart.cli_options import Compilation, Execution, Network, Output, Precision, Verify, takes
+from snnpart.cli_options import Compilation, Execution, Network, Output, Precision, Trace, Verify, takes
 from snnpart.config import make_input, make_model
 from snnpart.errors import ConfigError, SnnpartError
 from snnpart.frameworks.factories import set_step_mode
@@ -80,21 +79,17 @@ def verify(asked: Compilation) -> None:
 @app.command()
 @takes(Compilation)
 def profile(
-    asked: Compilation, execution: Execution = "auto", precision: Precision = "fp32", output: Output = None
+    asked: Compilation,
+    execution: Execution = "auto",
+    precision: Precision = "fp32",
+    trace: Trace = None,
+    output: Output = None,
 ) -> None:
-    """Run train steps, under torchrun on its ranks, and show where their time goes, beside the prediction."""
-    from snnpart.api import parallelize
-    from snnpart.costs import default_profile
-    from snnpart.runtime.profile_text import profile_text
-    from snnpart.runtime.profiling import measured_machine
-    from snnpart.runtime.ranks import usable_device
+    """Run train steps, under torchrun on its ranks, and show where their time goes, beside prediction and roofline."""
+    from snnpart.profile import profile as profiled
 
     model, inputs, dims = _understood(asked)
-    device = usable_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    machine = measured_machine(default_profile(), device, dtype)
-    program = parallelize(model, example_inputs=inputs, verify="off", profile=machine, **dims, **asked.options())
-    text = profile_text(program.compiled, inputs, str(device), execution, precision)
+    text = profiled(model, inputs, {**dims, **asked.options()}, execution=execution, precision=precision, trace=trace)
     if text:
         _emit(text, output)
 

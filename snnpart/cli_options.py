@@ -39,6 +39,7 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON of a plan to
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="file to write instead of the terminal")]
 Execution = Annotated[str, typer.Option(help="how steps run: auto, eager, compile or cuda_graph")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16")]
+Trace = Annotated[Path | None, typer.Option(help="also write a Chrome trace of the steps to this file")]
 Verify = Annotated[str, typer.Option(help="compare with the model: off, trace or full")]
 
 

@@ -61,7 +61,7 @@ def test_passes_and_runtime_never_import_each_other() -> None:
 
 
 def test_only_the_doors_know_passes_and_runtime() -> None:
-    doors = {"api.py", "cli.py", "run.py", "__main__.py", "layers.py"}
+    doors = {"api.py", "cli.py", "run.py", "profile.py", "__main__.py", "layers.py"}
     entry_points = {"vision"}
     core = [p for p in sources("snnpart") if p.name not in doors and not entry_points & set(p.parts)]
     assert offences(core, r"snnpart\.runtime(\.|$)") == []

@@ -56,7 +56,6 @@ def roofline(
     compiled: CompiledProgram,
     machine: MachineProfile,
     batch: int,
-    *,
     low: torch.dtype | None = None,
     rank: tuple[int, int] = (0, 0),
     shards: int = 1,
@@ -185,14 +184,15 @@ class _Counting:
 
     def _neuron(self, node: fx.Node, value: Value) -> Iterator[Work]:
         """All steps of a neuron, or of a loop with the products in it."""
-        inputs = list(_of_fused(node)) if isinstance(node.target, FusedNeuron) else _streams(node)
-        x, residual = _size(inputs[0]), sum(_size(item) for item in inputs[1:])
         fused = isinstance(node.target, FusedNeuron)
+        first, residual = _of_fused(node) if fused else (None, None)
+        inputs = _streams(node) if first is None else [first]
+        read, out = sum(map(_size, inputs)), _size(node)
         flops = 0.0 if fused else self.growth * product_flops(node, self.compiled.source)
-        out = _size(node)
-        yield self._work("neuron", node, flops, x + residual + out, value.dtype)
+        yield self._work("neuron", node, flops, read + _size(residual) + out, value.dtype)
         if value.requires_grad:
-            yield self._work("neuron backward", node, 2 * flops, x + out + x * _needs(inputs[0]), value.dtype)
+            made = sum(_size(item) for item in inputs if _needs(item))
+            yield self._work("neuron backward", node, 2 * flops, read + out + made, value.dtype)
 
     def _other(self, node: fx.Node, value: Value) -> Iterator[Work]:
         """Norms, pools, and whatever moves its operands once; backward reads the gradient, a norm's x too."""
@@ -224,9 +224,8 @@ class _Counting:
 
 
 def _streams(node: fx.Node) -> list[fx.Node]:
-    """What a neuron layer or a loop goes through step by step, in order; not the parameters that each step reads."""
-    given: Any = node.args[0] if isinstance(node.target, Loop) else node.args[:1]
-    return [item for item in given if isinstance(item, fx.Node)]
+    """What a neuron layer or a loop is given that grows with the batch: not the parameters that each step reads."""
+    return [item for item in kinds.tensor_inputs(node) if item.op != "get_attr"]
 
 
 def _size(node: fx.Node | None) -> float:

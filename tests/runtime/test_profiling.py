@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,9 +42,14 @@ def test_overlapping_kernels_count_once() -> None:
     assert profiling.Whole(step=20, busy=10, communication=0).gaps == pytest.approx(0.5)
 
 
-def test_the_command_prints_step_roofline_and_modules() -> None:
-    words = ["profile", "tests.nets:Net", "--input", "float32[2,3,8,8]", "--layout", "NCHW"]
+def test_the_command_prints_step_roofline_modules_and_what_is_beyond_the_roofline(tmp_path: Path) -> None:
+    trace = tmp_path / "traces/step.json"
+    words = ["profile", "tests.nets:Net", "--input", "float32[2,3,8,8]", "--layout", "NCHW", "--trace", str(trace)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     for word in ("step ", "computing", "gaps", "roofline", "conv1", "(optimizer)"):
         assert word in done.output
+    kernels = done.output[done.output.index("beyond it") :]
+    for word in ("convolution forward", "convolution backward", "optimizer", "neurons and other operations", "gaps"):
+        assert word in kernels
+    assert any("aten::" in event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"])
