@@ -51,6 +51,7 @@ class Engine:
     settings: Settings
     precision: Precision
     carry: Carry | None = None
+    copies: Sequence[PartialGradients] = ()
     optimizer: torch.optim.Optimizer | None = None
     training: bool = True
     steps: int = 0
@@ -85,6 +86,23 @@ class Engine:
         for parameter in self.parameters():
             parameter.grad = None
 
+    def forget(self) -> None:
+        """Forget which parameters earlier losses reached, and what is left of a step that failed."""
+        self.parallel.forget()
+        for one in (self.partial, *self.copies):
+            one.forget()
+
+    def begin_sums(self) -> None:
+        """Before a step: gradients that are sums over ranks start anew."""
+        for one in (self.partial, *self.copies):
+            one.begin()
+
+    def finish_sums(self) -> None:
+        """After its backward: sum them. What `partial` put aside first is added last."""
+        for one in (*self.copies, self.partial):
+            with self.heartbeat.guard("summing gradients", self.stage.place):
+                one.finish()
+
     def check_open(self) -> None:
         """LaunchError after `close`, or after a step that failed."""
         if self.closed:
@@ -114,12 +132,13 @@ class Engine:
         way that nobody takes any more, and the program must be launched again."""
         try:
             with ops.use_collectives(self._collectives), shared_statistics.sharing(self._total()):
+                self.parallel.prepare()
                 pipeline.run(self.compiled.schedule)
         except BaseException:
             self.broken = self.ranks.mesh.size > 1
             self.zero_grad()
             self.stage.reset()
-            self.parallel.forget()
+            self.forget()
             raise
 
     def _total(self) -> Callable[[Tensor], Tensor] | None:

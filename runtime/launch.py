@@ -18,6 +18,7 @@ from snnpart.errors import ConfigError, LaunchError
 from snnpart.program import CompiledProgram
 from snnpart.runtime.carry import Carrier
 from snnpart.runtime.fingerprint import agree_on_values, check_fingerprints
+from snnpart.runtime.gradients import holders
 from snnpart.runtime.losses import reduction_of
 from snnpart.runtime.ranks import join
 from snnpart.runtime.running import RunningProgram
@@ -103,7 +104,8 @@ def _start(
     earlier = _running.get(id(compiled))
     if earlier is not None and not earlier.closed:
         raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
-    ranks = join(compiled.plan.pp, compiled.plan.tp, device=device, timeout=settings.timeout)
+    among = holders(compiled).values()
+    ranks = join(compiled.plan.pp, compiled.plan.tp, device=device, timeout=settings.timeout, among=among)
     check_fingerprints(compiled, ranks)
     taken, values = False, {name: info.tensor for name, info in compiled.source.tensors.items()}
     if source is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -34,8 +34,9 @@ _ALONG = {**{axis: axis for axis in AXES}, FORWARD: "pp", BACKWARD: "pp"}
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. `axes` holds dp, pp, tp and the two pipeline channels; `owns_world` says that launch
-    initialised torch.distributed and close must end it."""
+    """Where this process stands. `axes` holds dp, pp, tp and the two pipeline channels; `among` those pipeline ranks of
+    its own pp axis that exchange something, where it is one of them; `owns_world` says that launch initialised
+    torch.distributed and close must end it."""
 
     rank: int
     mesh: Mesh
@@ -44,6 +45,7 @@ class Ranks:
     world: Axis
     owns_world: bool = False
     owned: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False)
+    among: Mapping[tuple[int, ...], Axis] = field(default_factory=dict)
 
     @property
     def at(self) -> Coordinate:
@@ -107,10 +109,11 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks:
+def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta, among: Iterable[tuple[int, ...]] = ()) -> Ranks:
     """Take this process's place: initialise torch.distributed from torchrun's environment if nobody has, make groups.
 
     Without torchrun and without a process group this is the only rank. Collective: every rank must call it.
+    `among`: sets of pipeline ranks that want a group.
 
     Raises:
         ConfigError: pp * tp does not divide the number of ranks.
@@ -125,8 +128,9 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta) -> Ranks
     axes = {name: _axis(mesh, rank, along, timeout) for name, along in _ALONG.items()}
     everyone = cast("dist.ProcessGroup", dist.group.WORLD) if size > 1 else None
     world = Axis(everyone, rank, tuple(range(size)))
-    owned = tuple(axis.group for axis in axes.values() if axis.group is not None)
-    return Ranks(rank, mesh, device, axes, world, owns_world, owned)
+    groups = {at: _axis(mesh, rank, "pp", timeout, at) for at in sorted(set(among))}
+    owned = tuple(axis.group for axis in (*axes.values(), *groups.values()) if axis.group is not None)
+    return Ranks(rank, mesh, device, axes, world, owns_world, owned, groups)
 
 
 def _begin_world(device: torch.device, timeout: timedelta) -> None:
@@ -169,16 +173,17 @@ def usable_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _axis(mesh: Mesh, rank: int, along: str, timeout: timedelta) -> Axis:
-    """The group of this rank along a mesh axis. torch wants every rank to make every group, in one order."""
-    own = mesh.group(along, rank)
-    group: dist.ProcessGroup | None = None
-    if len(own) > 1:
-        for ranks in sorted({mesh.group(along, other) for other in range(mesh.size)}):
-            made = dist.new_group(list(ranks), timeout=timeout)
-            if ranks == own and isinstance(made, dist.ProcessGroup):
-                group = made
-    return Axis(group, own.index(rank), own)
+def _axis(mesh: Mesh, rank: int, along: str, timeout: timedelta, at: tuple[int, ...] = ()) -> Axis:
+    """The group of this rank along a mesh axis, or of the ranks that stand `at` these places of it (for another rank
+    only this one). torch wants every rank to make every group, in one order."""
+    own, group = mesh.group(along, rank), None
+    places = at or tuple(range(len(own)))
+    for line in sorted({mesh.group(along, other) for other in range(mesh.size)}) if len(places) > 1 else ():
+        made = dist.new_group([line[place] for place in places], timeout=timeout)
+        if line == own and isinstance(made, dist.ProcessGroup):
+            group = made
+    chosen = tuple(own[place] for place in places)
+    return Axis(group, chosen.index(rank), chosen) if rank in chosen else Axis(None, 0, (rank,))
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -22,7 +22,7 @@ from snnpart.runtime.carry import Carry
 from snnpart.runtime.data_parallel import data_parallel
 from snnpart.runtime.engine import Engine, LossFn
 from snnpart.runtime.execution import Execution
-from snnpart.runtime.gradients import PartialGradients
+from snnpart.runtime.gradients import holders, over_copies, over_tp
 from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import MEAN
 from snnpart.runtime.precision import LossScale, Precision
@@ -54,10 +54,10 @@ class RunningProgram:
             mine, values, ranks.device, split=compiled.plan.splits_backward, compiles=settings.execution == "compile"
         )
         stage.share_seed(ranks)
-        self._signatures = Signatures(compiled, stage, ranks.at.tp, specialise)
         static = settings.is_static(ranks.device)
         parallel = data_parallel(compiled.plan, stage, ranks.axes["dp"], static=static)
-        self._partial = PartialGradients(stage, ranks)
+        self._signatures = Signatures(compiled, stage, ranks.at.tp, specialise)
+        self._partial = over_tp(stage, ranks)
         self._state = FullState(compiled, stage, ranks, values)
         if settings.carry or settings.cut is not None:
             stage.between = Carry(stage, compiled, settings.carrier)
@@ -66,7 +66,7 @@ class RunningProgram:
         heartbeat = Heartbeat(ranks, settings.timeout)
         self._engine = Engine(
             compiled, ranks, stage, self._signatures, parallel, self._partial, batches, heartbeat, settings, precision,
-            carry,
+            carry, copies=over_copies(stage, ranks, holders(compiled)),
         )  # fmt: skip
         self._engine.optimizer = self._make_optimizer()
         self._execution = Execution(self._engine, self.notice)
@@ -244,7 +244,7 @@ class RunningProgram:
                 engine.carry.put_back(state)
             engine.training, engine.optimizer, engine.settings = training, optimizer, settings
             engine.precision = precision
-            engine.parallel.forget()
+            engine.forget()
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -10,13 +10,13 @@ of it for backward is held by its autograd graph, so the next one starts from th
 
 A name of the user (`layer1.0.weight`) usually is the path of the tensor in the module. Leaves may keep a tensor
 elsewhere (a NamedTuple's field becomes a parameter of the leaf copy), so paths are found by identity when the module is
-built, and tensors are looked up by path afterwards: FSDP2 exchanges the parameter objects.
+built. Under FSDP2 the module keeps what graphs read, `sharded` what the optimizer changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,13 @@ class Between(Protocol):
 
     def begin(self, number: int, paths: Iterable[str]) -> None: ...
     def end(self, number: int, size: int, paths: Iterable[str]) -> None: ...
+
+
+class Gathering(Protocol):
+    """Makes parameters whole while a graph reads them (`runtime.fsdp2`)."""
+
+    def mark(self, graph: fx.Graph, program: StageProgram) -> None: ...
+    def reading(self) -> AbstractContextManager[None]: ...
 
 
 class Taken(dict[str, Tensor]):
@@ -115,6 +122,8 @@ class Stage:
             leave_alone(leaf)
         self.paths = _paths(self.module, tensors)
         self.between: Between | None = None
+        self.gathering: Gathering | None = None
+        self.sharded: Mapping[str, nn.Parameter] = {}
         self._launched: SpikeGraph | None = None
         self._seed: int | None = None
         self.generator: torch.Generator | None = None
@@ -156,7 +165,7 @@ class Stage:
         self._check_same(program, {part.name for part in cut})
         names = [node.target for node in program.graph.nodes if node.op == "placeholder"]
         order = {info.name: i for i, info in enumerate(compiled.source.inputs)}
-        graph = self._local(program.graph, cut)
+        graph = self._local(program.graph, program, cut)
         if self._split:
             views_for_readers(graph)
         run = self.module.bind(graph)
@@ -167,13 +176,15 @@ class Stage:
             reads=tuple(order[name] for name in program.reads),
             takes_batch=BATCH_SIZE in names,
             run=run,
-            evaluate=run if other is None else self.module.bind(self._local(other, cut)),
+            evaluate=run if other is None else self.module.bind(self._local(other, program, cut)),
         )
 
-    def _local(self, graph: fx.Graph, cut: Iterable[TensorSlice]) -> fx.Graph:
-        """A copy of the graph for this rank's device and tensors."""
+    def _local(self, graph: fx.Graph, program: StageProgram, cut: Iterable[TensorSlice]) -> fx.Graph:
+        """A copy of one of the program's graphs for this rank's device and tensors."""
         own = localise(graph, self.device)
         _cut_reads(own, cut)
+        if self.gathering is not None:
+            self.gathering.mark(own, program)
         return own
 
     def _cut_when_read(self, program: StageProgram) -> list[TensorSlice]:
@@ -184,7 +195,7 @@ class Stage:
     def _check_same(self, program: StageProgram, cut: Container[str]) -> None:
         """A graph bound later must find the tensors and leaves it was cut for."""
         wanted = {p.name: (p.dim, p.pieces) for p in program.tensors if p.name not in cut}
-        have = {p.name: (p.dim, p.pieces) for p in self.slices.values() if self.stage_of[p.name] == program.stage}
+        have = {p.name: (p.dim, p.pieces) for p in self.slices.values() if program.stage in self._stages_of(p)}
         differ = sorted(n for n in wanted if have.get(n) != wanted[n]) + sorted(set(program.leaves) - set(self.leaves))
         if differ:
             raise LaunchError(
@@ -192,6 +203,13 @@ class Stage:
                 where=f"stage {program.stage}",
                 fix="compile the other signature with the launched program's plan",
             )
+
+    def _stages_of(self, part: TensorSlice) -> tuple[int, ...]:
+        return part.stages or (self.stage_of[part.name],)
+
+    def stands_for(self, name: str) -> bool:
+        """Whether this rank counts and writes the tensor: of those that hold copies the first stage's does."""
+        return self._stages_of(self.slices[name])[0] in self.indices
 
     def forward(
         self, bound: BoundStage, inputs: Sequence[Tensor], received: Sequence[Tensor], size: int, number: int = 0
@@ -210,7 +228,7 @@ class Stage:
         try:
             if self.between is not None:
                 self.between.begin(number, bound.program.leaves)
-            with self._random_numbers():
+            with self._random_numbers(), self.gathering.reading() if self.gathering else nullcontext():
                 result = self.run(run, *(inputs[i] for i in bound.reads), *received, *tail)
             if self.between is not None:
                 self.between.end(number, size, bound.program.leaves)
@@ -264,8 +282,8 @@ class Stage:
                 adapter.reset(module)
 
     def tensor(self, name: str) -> Tensor:
-        """The local tensor of the user's name as it now hangs in the module (a DTensor under FSDP2)."""
-        found: Tensor = _at(self.module, self.paths[name])
+        """The local tensor of the user's name, as it hangs in the module; a DTensor where FSDP2 has cut it."""
+        found: Tensor = self.sharded[name] if name in self.sharded else _at(self.module, self.paths[name])
         return found
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

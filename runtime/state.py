@@ -39,7 +39,7 @@ class FullState:
         self._owner: dict[str, int] = {}
         for (index, tp_rank), program in compiled.stages.items():
             for part in program.tensors:
-                self._owner[part.name] = compiled.plan.rank_of(index)
+                self._owner.setdefault(part.name, compiled.plan.rank_of(index))
                 self._parts.setdefault(part.name, {})[tp_rank] = part
         nowhere = set(self._infos) - set(self._owner)
         self._idle = {name: values[name].detach().cpu().clone() for name in self._infos if name in nowhere}

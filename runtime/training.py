@@ -3,7 +3,7 @@
     agree       cut the batch, check it, and raise on all ranks if any rank has a problem
     buffers     those of dp rank 0 go to the other dp ranks
     pipeline    the rank's actions; the last backward reduces the gradients over dp
-    partial     sums over tp of gradients that each rank has in part
+    sums        over tp, or over the stages that hold a copy, of gradients that each rank has in part
     loss        the same number on every rank
     optimizer   clip, step
 
@@ -79,7 +79,7 @@ def gradients(engine: Engine, parts: Sequence[Part], loss_fn: LossFn, targets: C
     Args:
         targets: gives those of the whole batch on the device, for a loss of all microbatches together.
     """
-    engine.partial.begin()
+    engine.begin_sums()
     loss, check = engine.loss_of(loss_fn), _first_look(engine, len(parts), loss_fn)
     pipeline = engine.pipeline(parts, loss if check is None else check.around(loss))
     pipeline.check = engine.steps == 0
@@ -90,7 +90,7 @@ def gradients(engine: Engine, parts: Sequence[Part], loss_fn: LossFn, targets: C
     if check is not None:
         _judge(engine, check)
     engine.parallel.finish()
-    engine.partial.finish()
+    engine.finish_sums()
     engine.parallel.rest()
     return pipeline.total
 
@@ -109,6 +109,6 @@ def _judge(engine: Engine, suspect: LossCheck) -> None:
         engine.ranks.agree(suspect.problem)
     except ConfigError:
         engine.zero_grad()
-        engine.parallel.forget()
+        engine.forget()
         raise
     engine.settings = replace(engine.settings, check_loss=False)

@@ -183,8 +183,10 @@ def _check_agrees(plan: Plan, **given: Any) -> None:
 
 def _check_paths(plan: Plan, model: nn.Module, graph: SpikeGraph) -> None:
     """PlanError when a pinned stage belongs to nothing: a misspelt path would have no effect."""
-    known = [path for path, _ in model.named_modules(remove_duplicate=False)] + list(graph.tensors)
-    odd = [path for path in plan.stages if not any(name == path or name.startswith(f"{path}.") for name in known)]
+    tensors = [name for info in graph.tensors.values() for name in (info.name, *info.aliases)]
+    known = [*(path for path, _ in model.named_modules(remove_duplicate=False)), *tensors]
+    paths = {path: path.partition("@")[0] for path in plan.stages}  # conv.weight@1 is a copy of conv.weight
+    odd = [at for at, path in paths.items() if not any(name == path or name.startswith(f"{path}.") for name in known)]
     if odd:
         raise PlanError(
             f"plan.stages names {odd[:5]}, which the network does not have", fix="use the path of a module or tensor"

@@ -244,6 +244,7 @@ def _read_slice(data: Mapping[str, Any]) -> TensorSlice:
         "global_shape": tuple(data["global_shape"]),
         "pieces": tuple((start, stop) for start, stop in data["pieces"]),
         "aliases": tuple(data["aliases"]),
+        "stages": tuple(data.get("stages", ())),
     }
     return TensorSlice(**{**data, **changed})
 

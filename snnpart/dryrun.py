@@ -2,7 +2,7 @@
 
 Checked, each with the rank, stage and node where it fails:
 
-- every tensor of the network is on exactly one stage, and its slices cover it once;
+- every tensor of the network is on exactly one stage, or on those that hold a copy, and its slices cover it once;
 - what a stage sends is what the next one receives, in order, shape and type, on each tp rank;
 - all tp ranks of a stage meet in the same collectives in the same order;
 - the schedule runs each microbatch forward and backward once on each stage, and no stage waits for ever;
@@ -28,7 +28,7 @@ from snnpart.errors import PlanError, SnnpartError, VerifyError
 from snnpart.facts import Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import BATCH_SIZE, TRAINING
-from snnpart.ops_time import TIME_OPS, Nested
+from snnpart.ops_time import TIME_OPS, Nested, all_nodes
 from snnpart.program import Action, CompiledProgram, Port, StageProgram, TensorSlice
 
 
@@ -76,17 +76,18 @@ def _check_owners(compiled: CompiledProgram) -> None:
         for part in program.tensors:
             owners.setdefault(part.name, {}).setdefault(stage, []).append(part)
     for name, stages in owners.items():
-        if len(stages) != 1:
+        copies = {part.stages for parts in stages.values() for part in parts}
+        if len(stages) != 1 and copies != {tuple(sorted(stages))}:
             what = f"is on the stages {sorted(stages)}" if stages else "is on no stage"
             raise VerifyError(
                 f"the tensor '{name}' {what}", where=compiled.source.name, fix="give it exactly one stage"
             )
-        (parts,) = stages.values()
-        if len(parts) != compiled.plan.tp:
-            raise VerifyError(
-                f"only {len(parts)} of {compiled.plan.tp} tp ranks hold '{name}'", where=f"stage {next(iter(stages))}"
-            )
-        _check_cover(parts)
+        for stage, parts in stages.items():
+            if len(parts) != compiled.plan.tp:
+                raise VerifyError(
+                    f"only {len(parts)} of {compiled.plan.tp} tp ranks hold '{name}'", where=f"stage {stage}"
+                )
+            _check_cover(parts)
 
 
 def _check_cover(parts: list[TensorSlice]) -> None:
@@ -153,7 +154,7 @@ def _check_collectives(compiled: CompiledProgram) -> None:
 
 
 def _collectives(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in ops.COLLECTIVES]
+    return [node for node in all_nodes(graph) if node.op == "call_function" and node.target in ops.COLLECTIVES]
 
 
 def _longest(a: list[fx.Node], b: list[fx.Node]) -> Iterable[tuple[fx.Node | None, fx.Node | None]]:

@@ -221,6 +221,21 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """The node reads a copy of a parameter that several stages hold; `key` tells the copies apart in `Plan.stages`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gathers:
+    """FSDP2 units (`Plan.units`) of whose parameters the node is the first reader, and of which the last."""
+
+    begins: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The node's saved values are dropped after forward and made again in backward, together with its region's."""
 

@@ -52,10 +52,12 @@ class Plan:
     channels_last: bool = False
     fold: int = 0
     batchnorm: str = "microbatch"
+    reshard: bool = False
     numerics: str = "exact"
     tied: tuple[str, ...] = ()
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
+    units: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.schedule and self.schedule not in SCHEDULES:
@@ -82,6 +84,7 @@ class Plan:
         object.__setattr__(self, "stages_per_rank", per_rank)
         _check_table("shards", self.shards, lambda rule: isinstance(rule, str), "the rule of a module path, as text")
         _check_table("stages", self.stages, _is_count, "the stage of a module path, as an integer")
+        _check_table("units", self.units, _is_count, "the unit of a module path, as an integer")
         bad = {path: stage for path, stage in self.stages.items() if not 0 <= stage < self.stage_count}
         if bad:
             raise PlanError(f"stages {bad} are outside 0..{self.stage_count - 1}", fix="renumber them, or change pp")

@@ -47,6 +47,7 @@ class TensorSlice:
     has_gradient: bool = True
     partial_gradient: bool = False
     channels_last: bool = False
+    unit: int | None = None
     stages: tuple[int, ...] = ()
 
     @property

@@ -58,7 +58,12 @@ class SimulatedRun:
         """
         learned = [parts for parts in self._by_name() if parts[0][0].requires_grad]
         largest = max((_peak(x.grad) for parts in learned for _, x in parts if x.grad is not None), default=0.0)
-        return {parts[0][0].name: _gathered_gradient(parts, largest) for parts in learned}
+        found: dict[str, Tensor | None] = {}
+        for parts in learned:
+            name, grad = parts[0][0].name, _gathered_gradient(parts, largest)
+            before = found.get(name)  # of another stage, which holds a copy
+            found[name] = grad if before is None else before if grad is None else before + grad
+        return found
 
     def buffers(self) -> dict[str, Tensor]:
         """Every tensor that is no parameter, as it is after the run.

@@ -94,6 +94,12 @@ def best_cut(
     return cuts[: stages - 1]
 
 
+def slowest_us(work: np.ndarray, crossing: np.ndarray, cuts: Sequence[int]) -> float:
+    """The time of the slowest stage of a cut."""
+    edge, bounds = edges(crossing), [0, *cuts, len(work)]
+    return max(float(work[i:j].sum() + edge[i] + edge[j]) for i, j in zip(bounds, bounds[1:], strict=False))
+
+
 def least_bytes(barred: np.ndarray, held: Sequence[np.ndarray]) -> float:
     """The bytes of the largest stage where they are fewest."""
     count = barred.shape[1] - 1

@@ -1,6 +1,6 @@
 """What a pipeline may cut apart: nodes that share a tensor, a neuron layer or state form one part.
 
-- *keys* are what cannot be in two stages: the name of a tensor, the path of a leaf.
+- *keys* are what cannot be in two stages: the name of a tensor (or of a copy of it, see `tied`), the path of a leaf.
 - a *part* is a strongly connected component of the graph in which the nodes of one key are one. A layer that a time
   loop calls T times is therefore one part, and so is everything on a cycle through it: time loops are cut in space.
 - parts with a key are ordered (topologically, else as in the source). A part without one lies *with the latest of its
@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import networkx as nx
@@ -19,7 +19,7 @@ from torch import fx
 
 from snnpart import facts
 from snnpart.effects import is_random
-from snnpart.facts import Value
+from snnpart.facts import Copy, Value
 from snnpart.graph import TRAINING, SpikeGraph
 from snnpart.ops_time import leaf_paths
 
@@ -85,26 +85,35 @@ def everywhere(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-def find_parts(graph: SpikeGraph) -> Parts:
-    """The parts of `graph`."""
+def key_of(read: fx.Node) -> str:
+    """What a read of a tensor goes by: the tensor's name, or that of the copy it reads."""
+    copy = facts.get(read, Copy)
+    return str(read.target) if copy is None else copy.key
+
+
+def find_parts(graph: SpikeGraph, unkeyed: Container[str] = ()) -> Parts:
+    """The parts of `graph`; reads of the tensors `unkeyed` join nothing."""
     free = everywhere(graph.graph)
     nodes = [node for node in graph.graph.nodes if node not in free and node.op != "output"]
     index = {node: i for i, node in enumerate(nodes)}
-    keys, representative = _join(nodes, graph.tied_leaves())
+    keys, representative = _join(nodes, graph.tied_leaves(), unkeyed)
     condensed = nx.condensation(_dependencies(nodes, index, representative))
     members = _members(nodes, representative, condensed.graph["mapping"])
     order = nx.lexicographical_topological_sort(condensed, key=lambda part: index[members[part][0]])
     return _arrange(order, condensed, members, keys, free)
 
 
-def _join(nodes: list[fx.Node], tied: Mapping[str, str]) -> tuple[dict[fx.Node, list[str]], dict[fx.Node, fx.Node]]:
+def _join(
+    nodes: list[fx.Node], tied: Mapping[str, str], unkeyed: Container[str]
+) -> tuple[dict[fx.Node, list[str]], dict[fx.Node, fx.Node]]:
     """Keys of each node, and for each node the one that stands for all joined with it."""
     joined = nx.utils.UnionFind(nodes)
     keys: dict[fx.Node, list[str]] = {}
     first: dict[str, fx.Node] = {}
-    weights = _weight_only(nodes)
+    weights = weight_only(nodes)
     for node in nodes:
-        for key in (str(node.target),) if is_tensor_read(node) else leaf_paths(node):
+        own = (key_of(node),) if is_tensor_read(node) and node.target not in unkeyed else leaf_paths(node)
+        for key in own:
             keys.setdefault(node, []).append(key)
             joined.union(first.setdefault(tied.get(key, key), node), node)
         if node in weights:
@@ -112,7 +121,7 @@ def _join(nodes: list[fx.Node], tied: Mapping[str, str]) -> tuple[dict[fx.Node, 
     return keys, {node: joined[node] for node in nodes}
 
 
-def _weight_only(nodes: list[fx.Node]) -> set[fx.Node]:
+def weight_only(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Tensor reads and what is computed from them alone (a standardised weight, a decay from a time constant)."""
     found: set[fx.Node] = set()
     for node in nodes:

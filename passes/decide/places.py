@@ -20,7 +20,7 @@ from snnpart.passes.decide.cut import Held
 from snnpart.passes.decide.memory import held_bytes
 from snnpart.passes.decide.parts import NOWHERE, Part, Parts, is_tensor_read
 from snnpart.passes.decide.rules_shape import value_bytes
-from snnpart.passes.rewrite.shard_channels import local_tensors
+from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +114,28 @@ class Places:
         """Bytes of the tensors at each place, with a gradient and an optimizer's moments for those that learn."""
         local, places = local_tensors(self.graph), self._places_of_tensors()
         found = np.zeros(self.count)
-        for name, info in self.graph.tensors.items():
-            spread = local[name].spread if name in local else None
-            found[places.get(name, 0)] += held_bytes(info) * (_part(spread) if isinstance(spread, Sharded) else 1.0)
+        for name in self.graph.tensors:
+            size = held_bytes(self.graph.tensors[name]) * self.share_of_tensor(name, local)
+            for place in places.get(name, {0}):
+                found[place] += size
         return found
 
-    def _places_of_tensors(self) -> Mapping[str, int]:
-        """Where each tensor is read; one that nothing reads at the first place of its module."""
-        read = {str(node.target): place for node, place in self.at.items() if is_tensor_read(node)}
-        leaf = {path: place for node, place in self.at.items() for path in leaf_paths(node)}
+    def share_of_tensor(self, name: str, local: Mapping[str, LocalTensor] | None = None) -> float:
+        """The part of a tensor that the largest tp rank holds."""
+        known = local_tensors(self.graph) if local is None else local
+        spread = known[name].spread if name in known else None
+        return _part(spread) if isinstance(spread, Sharded) else 1.0
+
+    def _places_of_tensors(self) -> Mapping[str, set[int]]:
+        """Where each tensor is read, each copy by itself; one that nothing reads at the first place of its module."""
+        read: dict[str, set[int]] = {}
+        for node in filter(is_tensor_read, self.at):
+            read.setdefault(str(node.target), set()).add(self.at[node])
+        leaf = {path: {place} for node, place in self.at.items() for path in leaf_paths(node)}
         own = {name: leaf[info.leaf] for name, info in self.graph.tensors.items() if info.leaf in leaf}
         known = {**own, **read}
         unread = (name for name in self.graph.tensors if name not in known)
-        return {**known, **{name: _nearest(name, known) for name in unread}}
+        return {**known, **{name: {_nearest(name, known)} for name in unread}}
 
     def _share(self, node: fx.Node) -> float:
         """The part of a value that the largest rank holds."""
@@ -135,10 +144,10 @@ class Places:
         return _part(spread) if isinstance(spread, Sharded) else 1.0
 
 
-def _nearest(name: str, known: Mapping[str, int]) -> int:
+def _nearest(name: str, known: Mapping[str, set[int]]) -> int:
     path = name.rpartition(".")[0]
     while path:
-        inside = [place for other, place in known.items() if other.startswith(f"{path}.")]
+        inside = [min(places) for other, places in known.items() if other.startswith(f"{path}.")]
         if inside:
             return min(inside)
         path = path.rpartition(".")[0]

@@ -16,6 +16,7 @@ from snnpart.passes.decide.constraints import pins_for
 from snnpart.passes.decide.parts import find_parts
 from snnpart.passes.decide.placement import DecidePlacement, Objective, shards_by_path
 from snnpart.passes.decide.stages import DecideStages, lookup
+from snnpart.passes.decide.tied import MADE_BY, copied_parameters
 from snnpart.plan import Plan
 
 
@@ -60,7 +61,10 @@ def decide(
         schedule=schedule,
         microbatches=microbatches,
         memory=memory,
+        tied=pinned.tied if pinned else None,
     ).run(work)
+    if MADE_BY in work.notes:
+        graph.notes[MADE_BY] = work.notes[MADE_BY]
     return Plan(
         tp=tp,
         pp=pp,
@@ -69,6 +73,7 @@ def decide(
         microbatches=microbatches,
         stages_per_rank=per_rank,
         memory=memory,
+        tied=copied_parameters(work),
         shards=shards_by_path(work),
         stages=_stages_by_path(work, pinned.stages if pinned else {}),
     )

@@ -19,12 +19,14 @@ from snnpart.errors import PlanError
 from snnpart.facts import Cost, Stage, Value
 from snnpart.graph import SpikeGraph
 from snnpart.orders import Schedule, in_flight, make_schedule
-from snnpart.passes.decide.cut import barred, best_cut, least_bytes
+from snnpart.passes.decide.copies import best_copies
+from snnpart.passes.decide.cut import barred, best_cut, least_bytes, slowest_us
 from snnpart.passes.decide.memory import mb
 from snnpart.passes.decide.parts import NOWHERE, Part, Parts, find_parts
 from snnpart.passes.decide.places import Places
 from snnpart.passes.decide.shared_ranks import SharedRanks, best_shared_cut
 from snnpart.passes.decide.split_at import cuts_at
+from snnpart.passes.decide.tied import separate
 from snnpart.plan import Plan
 
 
@@ -36,6 +38,7 @@ class DecideStages:
     `split_at`: module paths that begin the stages 1, 2, ..., instead of the best cut.
     `pinned` maps module paths (or tensor names) to stages; a path counts for everything below it.
     `memory`: bytes that a rank may hold under `schedule` with so many `microbatches` (0: no limit).
+    `tied`: the parameters that several stages may hold (see `tied`); None: those for which it pays (`best_copies`).
     """
 
     name: ClassVar[str] = "decide-stages"
@@ -52,10 +55,22 @@ class DecideStages:
     schedule: str = "gpipe"
     microbatches: int = 1
     memory: int = 0
+    tied: Sequence[str] | None = None
 
     def run(self, graph: SpikeGraph) -> None:
         """Raises PlanError: fewer parts than stages, pins that contradict the order of the network, or no cut whose
         ranks hold as little as `memory`."""
+        apart = best_copies(self, graph) if self.tied is None and self.pp > 1 else tuple(self.tied or ())
+        separate(graph, apart)
+        parts, stage_of, _ = self.assign(graph)
+        write_stages(graph, parts, stage_of, self.pinned or {})
+
+    def assign(self, graph: SpikeGraph) -> tuple[Parts, dict[Part, int], float]:
+        """The parts of the graph, the stage of each one with keys, and the time of the slowest stage (us).
+
+        Raises:
+            PlanError: as `run`.
+        """
         parts = find_parts(graph)
         outside = {path: stage for path, stage in (self.pinned or {}).items() if not 0 <= stage < self.pp}
         if outside:
@@ -69,7 +84,8 @@ class DecideStages:
         chosen = _cut(self, places, [pins.get(part) for part in order]) if self.split_at is None else None
         cuts = chosen if chosen is not None else cuts_at(self.split_at or (), order, self.pp)
         stage_of = {part: int(np.searchsorted(cuts, place, side="right")) for place, part in enumerate(order)}
-        write_stages(graph, parts, stage_of, self.pinned or {})
+        slowest = slowest_us(places.work(), places.crossing(self.profile), cuts) if cuts else float(places.work().sum())
+        return parts, stage_of, slowest
 
     @property
     def ranks(self) -> int:
@@ -93,11 +109,12 @@ def _check_count(graph: SpikeGraph, parts: Parts, count: int, per_rank: int) -> 
 
 
 def apply_stages(graph: SpikeGraph, plan: Plan) -> None:
-    """Write the `Stage` facts that `plan.stages` says.
+    """Write the `Stage` facts that `plan.stages` says; copies of the plan's tied parameters get reads of their own.
 
     Raises:
         PlanError: a part has no stage in the plan, two stages, or an input from a later stage; a stage is empty.
     """
+    separate(graph, plan.tied)
     parts = find_parts(graph)
     stage_of: dict[Part, int] = {}
     for part in parts.keyed:

@@ -25,7 +25,7 @@ from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.decide.tied import MADE_BY
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
 from snnpart.passes.lower.kernels import Kernels
-from snnpart.passes.rewrite.fold_rounds import in_rounds, region
+from snnpart.passes.lower.rounds import take_rounds
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
@@ -60,30 +60,20 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
                 _slice(source.tensors[name], tensors.get(name), rank, kernels, holders.get(name, ())) for name in names
             )
             program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
-            programs[stage, rank] = _in_rounds(replace(program, evaluation=evaluations[same][stage]), plan.fold)
+            programs[stage, rank] = replace(program, evaluation=evaluations[same][stage])
     notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
-    return CompiledProgram(source=source, plan=plan, stages=programs, schedule=schedule, notices=notices)
-
-
-def _in_rounds(program: StageProgram, together: int) -> StageProgram:
-    """The stage with its time loop in rounds, if the plan says so."""
-    evaluation = None if program.evaluation is None else _rounds_of(program.evaluation, together)
-    return replace(program, graph=_rounds_of(program.graph, together), evaluation=evaluation)
-
-
-def _rounds_of(graph: fx.Graph, together: int) -> fx.Graph:
-    found = region(graph) if together else ""
-    return graph if isinstance(found, str) else in_rounds(graph, found, together)
+    stages = take_rounds(programs, plan)
+    return CompiledProgram(source=source, plan=plan, stages=stages, schedule=schedule, notices=notices)
 
 
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:
     """Names of the tensors of each stage, in the order of the user's module."""
-    read_in = {name: [s for s, cut in enumerate(cuts) if name in cut.tensors] for name in graph.tensors}
+    reads = [frozenset(cut.tensors) for cut in cuts]
     leaf_in = {path: stage for stage, cut in enumerate(cuts) for path in cut.leaves}
     found: list[list[str]] = [[] for _ in cuts]
     for name, info in graph.tensors.items():
         unread = leaf_in[info.leaf] if info.leaf in leaf_in else lookup(plan.stages, name) or 0
-        for stage in read_in[name] or [unread]:
+        for stage in [s for s, names in enumerate(reads) if name in names] or [unread]:
             found[stage].append(name)
     return found
 

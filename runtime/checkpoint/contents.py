@@ -4,7 +4,8 @@
     optimizer.NAME.KEY         the optimizer's state of parameter NAME: of its shape and cut as it is, or one number
     MIRROR.NAME                tensors kept beside the parameters and cut like them (an average of the weights)
 
-Every number is written by exactly one rank: replicated tensors by the first rank of the axes that replicate them. What
+Every number is written by exactly one rank: replicated tensors by the first rank of the axes that replicate them, a
+parameter of which several stages hold a copy by the first of these. What
 neurons remember between steps is not part of it.
 """
 
@@ -103,11 +104,12 @@ class Contents:
         at = self._running.ranks.at
         rows = dp_rows(held, self._running.ranks) if isinstance(held, DTensor) else None
         writes = (rows is not None or at.dp == 0) and (part.dim is not None or at.tp == 0)
+        writes = writes and self._running.stage.stands_for(part.name)
         return Entry(full, part.global_shape, local.dtype, chunks_of(local, part.dim, part.pieces, rows), writes)
 
     def _first(self, name: str) -> bool:
         at = self._running.ranks.at
-        return at.dp == 0 and at.tp == 0
+        return at.dp == 0 and at.tp == 0 and self._running.stage.stands_for(name)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ FACTS = {
     kind.__name__: kind
     for kind in (
         facts.State, facts.TimeRole, facts.Domain, facts.Cost, facts.Block, facts.Replicated, facts.Sharded,
-        facts.Partial, facts.Placement, facts.Stage, facts.Checkpoint,
+        facts.Partial, facts.Placement, facts.Stage, facts.Copy, facts.Checkpoint, facts.Gathers,
     )
 }  # fmt: skip
 

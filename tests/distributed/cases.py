@@ -5,9 +5,6 @@ Each case says how the network is called, where its batch is, and what one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +12,10 @@ import torch.nn.functional as F
 from spikingjelly.activation_based.neuron import LIFNode
 from torch import Tensor, nn
 
+from tests.distributed.case import Case, fill, reset
+from tests.distributed.cases_tied import TIED
 from tests.neurons import LIF, Spike
 from tests.neurons import data as det
-from tests.neurons import fill as filled
-
-fill = partial(filled, scale=0.5)
-
-
-def reset(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, LIF | LIFNode):
-            module.reset()
 
 
 class Stage(nn.Module):
@@ -264,35 +254,6 @@ def ce_over_time(out: Tensor, target: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(step, target) for step in out]).mean()
 
 
-@dataclass(frozen=True)
-class Case:
-    """A network, its batches, and how `parallelize` and the steps are called.
-
-    `batches` gives (inputs, targets) of each step, the whole batch. `loss` None: `(output * targets).sum()`, as a mean
-    over samples times their number. `batch_dim` is that of the input, `target_dim` that of targets.
-    """
-
-    model: Callable[[], nn.Module]
-    batches: Callable[[], list[tuple[Tensor, Tensor]]]
-    loss: Callable[[Any, Any], Tensor] | None = None
-    batch_dim: int = 0
-    target_dim: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def call(self, model: nn.Module, x: Tensor) -> Tensor:
-        """The network in one process: once, or once for every step of the window."""
-        if "time_steps" not in self.options:
-            out: Tensor = model(x)
-            return out
-        return torch.stack([model(step) for step in x])
-
-    def loss_fn(self, samples: int) -> Callable[[Any, Any], Tensor]:
-        """The loss for a step with so many samples over all dp ranks."""
-        if self.loss is not None:
-            return self.loss
-        return lambda out, weights: (out * weights).sum() * (samples / out.shape[self.target_dim])
-
-
 CASES: dict[str, Case] = {
     "A01": Case(
         lambda: mlp(),
@@ -389,4 +350,4 @@ CASES: dict[str, Case] = {
         lambda: [(det(8, 2, 5, 5, k=0.3 + 0.2 * i) * 2, torch.arange(8) % 3) for i in range(2)],
         loss=F.cross_entropy,
     ),
-}
+} | TIED

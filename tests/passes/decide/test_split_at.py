@@ -71,10 +71,15 @@ def test_refusals(split_at: list[str], text: str) -> None:
 
 
 def test_what_cannot_be_cut_apart() -> None:
-    with pytest.raises(PlanError, match=r"'c': no stage can begin there: it cannot be cut from 'a\.weight'"):
-        stages(Tied(), torch.randn(3, 4), pp=2, split_at=["c"])
     with pytest.raises(PlanError, match="'a': no stage can begin there: it cannot be cut from 'back"):
         stages(fill(Recurrent()), torch.randn(5, 3, 4).double(), pp=2, split_at=["a"], in_dims=1)
+
+
+def test_both_stages_hold_a_copy_of_what_is_tied() -> None:
+    found = stages(Tied(), torch.randn(3, 4), pp=2, split_at=["c"])
+    assert {name: found[name] for name in ("a", "b", "c", "d")} == {"a": 0, "b": 0, "c": 1, "d": 1}
+    found = stages(Tied(), torch.randn(3, 4), pp=2, split_at=["d"])
+    assert {name: found[name] for name in ("a", "b", "c", "d")} == {"a": 0, "b": 0, "c": 0, "d": 1}
 
 
 def test_text_and_plan() -> None:

@@ -75,9 +75,9 @@ def test_the_same_plan_every_time() -> None:
 
 
 def test_too_many_stages_says_the_most() -> None:
-    module, inputs, options = make("tied")
-    with pytest.raises(PlanError, match=r"pp=2, but the network can be cut into at most 1 stages"):
-        decide(analysed(module, inputs, **options), tp=1, pp=2, profile=CPU)
+    module, inputs, options = make("loop")
+    with pytest.raises(PlanError, match=r"pp=4, but the network can be cut into at most 3 stages"):
+        decide(analysed(module, inputs, **options), tp=1, pp=4, profile=CPU)
 
 
 def test_pins_are_honoured_and_count_below_their_path() -> None:
