@@ -126,7 +126,7 @@ class Buckets(Alone):
                 fix="use the same outputs in every loss, or launch again when the loss changes",
             )
         with torch.no_grad():
-            bucket.flat = torch.cat([_in_memory_order(p.grad, p) for p in bucket.parameters if p.grad is not None])
+            bucket.flat = torch.cat([in_memory_order(p.grad, p) for p in bucket.parameters if p.grad is not None])
         mean = dist.ReduceOp.AVG if dist.get_backend(self.axis.group) == "nccl" else dist.ReduceOp.SUM
         bucket.work = dist.all_reduce(bucket.flat, mean, group=self.axis.group, async_op=True)
 
@@ -142,7 +142,7 @@ class Buckets(Alone):
         bucket.flat = bucket.work = None
 
 
-def _in_memory_order(grad: Tensor, parameter: Tensor) -> Tensor:
+def in_memory_order(grad: Tensor, parameter: Tensor) -> Tensor:
     """The gradient's numbers [numel] in the order in which the parameter lies in memory, as fused optimizers want."""
     if grad.stride() != parameter.stride():
         grad = torch.empty_strided(parameter.size(), parameter.stride(), dtype=grad.dtype, device=grad.device).copy_(

@@ -1,29 +1,22 @@
-"""Data parallelism around a stage: DDP or FSDP2 reduce the gradients of the last microbatch's backward.
+"""Data parallelism around a stage: gradients are reduced in the last microbatch's backward.
 
-Both expect one forward and one backward a step, a pipeline has several in flight. So, as torch.distributed.pipelining
-does: every backward but the last only accumulates, the last one reduces.
+DDP expects one forward and one backward a step, a pipeline has several in flight. So, as torch.distributed.pipelining
+does: every backward but the last only accumulates, the last one reduces. FSDP2 has a page of its own (`fsdp2`).
 
 DDP is built when the first backward is at hand: only then is it known which parameters the loss reaches. Its forward is
 never called; the buffers are broadcast by `broadcast_buffers` before a step instead of inside it, where a write would
 disturb the microbatches in flight.
-
-FSDP2 keeps one unit per stage: the graph calls functions on parameters, so there are no inner module calls to hang
-smaller units on. Scalars, which it refuses, parameters that never get a gradient, and parameters whose gradient is
-rewritten by a hook of their own (FSDP2 computes with other tensor objects, which lack it) stay whole on every rank.
 """
 
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from snnpart import compat
@@ -31,11 +24,9 @@ from snnpart.errors import LaunchError
 from snnpart.plan import Plan
 from snnpart.runtime.buckets import Buckets
 from snnpart.runtime.collectives import Axis
+from snnpart.runtime.fsdp2 import Fsdp2
 from snnpart.runtime.reduction import Alone, average, fused
 from snnpart.runtime.stage import Stage
-
-_VIEWS = r"FSDP2-wrapped module \(FSDPStageModule\) returned a view tensor"
-"""torch's warning that a view must not be written in place: the pipeline never writes what a stage returns."""
 
 
 class Ddp(Alone):
@@ -92,44 +83,6 @@ class Once(Alone):
         average([p.grad for p in self.stage.module.parameters() if p.grad is not None], self.axis)
 
 
-class Fsdp2(Alone):
-    """Parameters, gradients and optimizer state in shards over dp, by `fully_shard`."""
-
-    def __init__(self, stage: Stage, axis: Axis) -> None:
-        super().__init__(stage, axis)
-        assert axis.group is not None
-        self._whole = [p for name, p in stage.parameters() if _stays_whole(p, stage.slices[name].has_gradient)]
-        if len(self._whole) < len(list(stage.module.parameters())):
-            mesh = DeviceMesh.from_group(axis.group, stage.device.type)
-            warnings.filterwarnings("ignore", _VIEWS)
-            fully_shard(stage.module, mesh=mesh, reshard_after_forward=False, ignored_params=set(self._whole))
-        self._kept: list[Tensor | None] = []
-
-    @property
-    def _module(self) -> FSDPModule | None:
-        module: nn.Module = self.stage.module
-        return module if isinstance(module, FSDPModule) else None
-
-    def hold(self) -> None:
-        if (module := self._module) is not None:
-            module.set_is_last_backward(False)
-            module.set_reshard_after_backward(False)
-            module.set_requires_gradient_sync(False)
-
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
-        self.hold()
-        super().backward(roots, grads, last)
-
-    def finish(self) -> None:
-        if self._module is not None:
-            compat.fsdp_reduce(self._module)
-        average([p.grad for p in self._whole if p.grad is not None], self.axis)
-
-    def rest(self) -> None:
-        if self._module is not None:
-            self._module.reshard()
-
-
 def data_parallel(plan: Plan, stage: Stage, axis: Axis, *, static: bool = False) -> Alone:
     """The form of data parallelism that the plan asks for; none where the axis has one rank.
 
@@ -141,7 +94,7 @@ def data_parallel(plan: Plan, stage: Stage, axis: Axis, *, static: bool = False)
         return Buckets(stage, axis)
     if plan.dp == "ddp" and (plan.stages_per_rank > 1 or plan.splits_backward):
         return Once(stage, axis)
-    return {"ddp": Ddp, "fsdp2": Fsdp2}[plan.dp](stage, axis)
+    return Fsdp2(stage, axis, reshard=plan.reshard) if plan.dp == "fsdp2" else Ddp(stage, axis)
 
 
 def broadcast_buffers(stage: Stage, axis: Axis, names: Container[str] | None = None) -> None:
@@ -153,11 +106,6 @@ def broadcast_buffers(stage: Stage, axis: Axis, names: Container[str] | None = N
             [buffer for name, buffer in stage.buffers() if names is None or name in names],
             lambda flat: dist.broadcast(flat, src=axis.ranks[0], group=axis.group),
         )
-
-
-def _stays_whole(parameter: Tensor, has_gradient: bool) -> bool:
-    learns = has_gradient and parameter.requires_grad and not compat.has_gradient_hooks(parameter)
-    return parameter.dim() == 0 or parameter.numel() == 0 or not learns
 
 
 def _reached(roots: Sequence[Tensor]) -> set[int]:

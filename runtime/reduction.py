@@ -19,6 +19,9 @@ class Alone:
     def __init__(self, stage: Stage, axis: Axis) -> None:
         self.stage, self.axis = stage, axis
 
+    def prepare(self) -> None:
+        """Called before a pass over the microbatches."""
+
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
         """Backward of one microbatch; `last` when no other follows in this step."""
         torch.autograd.backward(list(roots), list(grads))

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -160,27 +160,29 @@ def ddp_finished(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def fsdp_reduce(module: FSDPModule) -> None:
-    """Reduce-scatter the gradients that unsynchronised backwards left on the module, and wait for them.
+def gather_into(whole: Tensor, own: Tensor, group: Any) -> Any:
+    """Begin to gather `own` [n] of every rank into `whole` [ranks * n]; what to wait for.
 
-    What torch.distributed.pipelining does after its last microbatch (`perform_reduce_grad`).
+    torch 2.14 calls it `all_gather_single` and warns about the old name.
     """
-    module.set_is_last_backward(True)
-    module.set_reshard_after_backward(True)
-    module.set_requires_gradient_sync(True)
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    for inner in state._state_ctx.all_states:
-        for group in _fsdp_groups(inner):
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, own, group=group, async_op=True)
 
 
-def _fsdp_groups(state: Any) -> list[Any]:
-    """The parameter groups of one FSDP state: several since torch 2.12, at most one before."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(groups)
+def average_into(own: Tensor, whole: Tensor, group: Any) -> Any:
+    """Begin to average `whole` [ranks * n] over the ranks, of which rank r keeps `own` [n], numbers r n to (r + 1) n;
+    what to wait for. NCCL can.
+
+    torch 2.14 calls it `reduce_scatter_single` and warns about the old name.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
+
+
+def run_accumulation_hooks(parameter: Tensor) -> None:
+    """Call what `register_post_accumulate_grad_hook` was given: for a gradient that autograd did not put there."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
 
 
 Ordered = tuple[int, Literal["F", "B", "I", "W"], int]
@@ -269,6 +271,12 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor in float64, in few kernels."""
     found: Any = torch._foreach_norm(list(tensors), 2, torch.float64)
     return list(found)
+
+
+def copy_many(into: Sequence[Tensor], come: Sequence[Tensor]) -> None:
+    """Copy each tensor of `come` into that of `into`, in few kernels."""
+    if into:
+        torch._foreach_copy_(list(into), list(come))
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
