@@ -138,9 +138,10 @@ def compile_program(
         **sharding(options.shard),
     )
     statistics = plan.batchnorm if plan is not None and options.batchnorm == "microbatch" else options.batchnorm
-    decided = replace(decided, **_kernels(graph, options, plan), fold=_fold(graph, options, plan, profile))
+    folded = _fold(graph, options, decided, plan, profile)
+    decided = replace(decided, **_kernels(graph, options, plan), fold=folded)
     numerics = plan.numerics if plan is not None and options.numerics == "exact" else options.numerics
-    decided = replace(decided, batchnorm=statistics, numerics=numerics, fuse=decided.fuse and statistics != "sync")
+    decided = replace(decided, batchnorm=statistics, numerics=numerics)
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
@@ -181,13 +182,13 @@ def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str
     }
 
 
-def _fold(graph: SpikeGraph, options: Options, plan: Plan | None, profile: MachineProfile) -> int:
+def _fold(graph: SpikeGraph, options: Options, decided: Plan, plan: Plan | None, profile: MachineProfile) -> int:
     """How many steps of the folded loop run at a time (0: all): as asked, else as the given plan has it where that fits
     this number of steps, else what costs least. The graph's notes say why."""
     if plan is not None and plan.fold and options.fold is True:
-        options = replace(options, fold=plan.fold) if runs_in_rounds(graph, options.tp) else options
+        options = replace(options, fold=plan.fold) if runs_in_rounds(graph, profile, decided) else options
     on_gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
-    together, why = decide_rounds(graph, replace(profile, cache=0.0) if on_gpu else profile, options.fold, options.tp)
+    together, why = decide_rounds(graph, replace(profile, cache=0.0) if on_gpu else profile, options.fold, decided)
     if why:
         graph.notes[FoldTime.name] = "\n".join(filter(None, (graph.notes.get(FoldTime.name, ""), why)))
     return together

@@ -4,9 +4,10 @@ The node holds what it replaces as a graph of its own, the *region*, which defin
 node without a kernel runs the region. A region is a chain
 
     [ops.batch_norm] -> [views] -> a neuron layer that takes all steps, or a loop -> [views] -> [add]
+    [ops_time.batch_norm_steps] -> ...
     [ops.batch_norm_copies] -> [unsqueeze] -> expand -> ...
 
-with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. In the second form x is
+with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. In the last form x is
 the same at every step, and only one copy of it is there. `parts` says which node
 is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
 """
@@ -25,9 +26,11 @@ from snnpart.errors import LaunchError
 from snnpart.facts import Value
 from snnpart.graph import output_node
 from snnpart.neuron_step import NeuronStep
-from snnpart.ops_time import Loop, Nested
+from snnpart.ops_time import Loop, Nested, batch_norm_steps
 
-NORMS = (ops.batch_norm, ops.batch_norm_copies)
+NORMS = (ops.batch_norm, ops.batch_norm_copies, batch_norm_steps)
+STEPS_APART = 16
+"""Of more steps, each with statistics of its own, a kernel would have more sums than registers."""
 _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
 
 

@@ -41,6 +41,39 @@ def total(x: Tensor) -> Tensor:
     return x if _total is None else _total(x)
 
 
+def current() -> Callable[[Tensor], Tensor] | None:
+    """The sum over the ranks that share statistics here, to be kept for a backward; None where they are not shared."""
+    return _total
+
+
+def merged(
+    mean: Tensor, var: Tensor, count: int, over_ranks: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of all ranks' numbers from each rank's own, and how many numbers [] that are.
+
+    One message: sums of x and of its squares. They are float64, so that nothing is lost between them.
+
+    Args:
+        mean, var: [..., C] of this rank's `count` numbers a channel.
+    """
+    m, v = mean.double(), var.double()
+    own = torch.cat([(m * count).flatten(), ((v + m.square()) * count).flatten(), m.new_full((1,), count)])
+    sums = over_ranks(own)
+    middle, squares = (sums[:-1] / sums[-1]).reshape(2, *mean.shape)
+    return middle.to(mean.dtype), (squares - middle.square()).clamp_min(0).to(var.dtype), sums[-1]
+
+
+@torch.no_grad()
+def track(average: Tensor | None, values: Tensor, factor: float) -> None:
+    """Move a running average [C] by the values [steps, C], one after the other."""
+    if average is None:
+        return
+    steps = len(values)
+    left = (1.0 - factor) ** torch.arange(steps - 1, -1, -1, device=values.device, dtype=values.dtype)
+    moved = (left.unsqueeze(1) * values).sum(0).to(average.dtype)
+    average.mul_((1.0 - factor) ** steps).add_(moved, alpha=factor)
+
+
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

@@ -6,8 +6,9 @@ operations keep x, the norm's result, and the membrane of every step.
 
 A neuron is fused if its step can be recorded and written as a kernel (`neuron_step`, `step_code`). What is taken along:
 
-- before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum; where the input is
-  the same at each step, its expansion over the steps, and `ops.batch_norm_copies`;
+- before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum, or
+  `batch_norm_steps` of at most `STEPS_APART` steps; where the input is the same at each step, its expansion over the
+  steps, and `ops.batch_norm_copies`;
 - the views between, if they merge or split [T, N];
 - behind it an addition of a value of the same shape, if nothing else reads the spikes.
 
@@ -31,8 +32,8 @@ from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
 from snnpart.neuron_scan import leaf_number, start_number, step_of
 from snnpart.neuron_step import NeuronStep, StepError
-from snnpart.ops_fused import FusedNeuron, is_expansion, scan_input, splits_time
-from snnpart.ops_time import Loop, leaf_paths
+from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, scan_input, splits_time
+from snnpart.ops_time import Loop, batch_norm_steps, leaf_paths
 
 NAME = "fuse-neurons"
 
@@ -139,14 +140,14 @@ def _chain(scan: fx.Node) -> _Chain:
 def _before(scan: fx.Node) -> list[fx.Node]:
     """What alone leads to the scan: an expansion over the steps, and a norm with the views behind it."""
     node: Any = scan_input(scan)
-    passed = _expansion(node)
+    passed, steps = _expansion(node), facts.need(node, Value).shape[0]
     if not passed:
         while splits_time(node) and len(node.users) == 1:
             passed.insert(0, node)
             node = node.args[0]
-        return [node, *passed] if _is_norm(node, ops.batch_norm) else []
+        apart = _is_norm(node, batch_norm_steps) and node.args[9] == steps <= STEPS_APART
+        return [node, *passed] if apart or _is_norm(node, ops.batch_norm) else []
     norm: Any = passed[0].args[0]
-    steps = facts.need(scan_input(scan), Value).shape[0]
     return [norm, *passed] if _is_norm(norm, ops.batch_norm_copies) and norm.args[9] == steps else passed
 
 

@@ -1,8 +1,8 @@
-"""Mean and variance of every channel over a batch, and the update of BatchNorm's running statistics.
+"""Mean and variance of every channel over a batch, or over each step of it, and the update of BatchNorm's running ones.
 
 Two kernels: each program of the first goes down some rows of some channels with Welford's update in every lane (one
 pass, no cancellation), and leaves count, mean and squared deviations; the second puts these together by Chan's formula
-and updates the running statistics. Nothing waits for the host.
+and updates the running statistics, step after step. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         WIDE: tl.constexpr,
     ):  # fmt: skip
         ch = tl.program_id(1) * B + tl.arange(0, B)
+        step = tl.program_id(2).to(tl.int64) if WIDE else tl.program_id(2)
+        x += step * rows * channels
+        parts += step * 3 * tl.num_programs(0) * channels
         count = tl.zeros([R, B], CT)
         mean = tl.zeros([R, B], CT)
         squares = tl.zeros([R, B], CT)
@@ -49,7 +52,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         tl.store(parts + 2 * programs * channels + at_part, total, mask=ch < channels)
 
     def _final_stats(  # type: ignore[no-untyped-def]
-        parts, mean, var, running_mean, running_var, programs, channels, copies, MOMENTUM: tl.constexpr,
+        parts, mean, var, running_mean, running_var, programs, channels, copies, steps, MOMENTUM: tl.constexpr,
         TRACK: tl.constexpr, P: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
     ):  # fmt: skip
         ch = tl.program_id(0) * B + tl.arange(0, B)
@@ -57,46 +60,57 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         program = tl.arange(0, P)
         mask = (program < programs)[:, None] & own[None, :]
         at = program[:, None] * channels + ch[None, :]
-        count = tl.load(parts + at, mask=mask, other=0.0)
-        middle = tl.load(parts + programs * channels + at, mask=mask, other=0.0)
-        squares = tl.load(parts + 2 * programs * channels + at, mask=mask, other=0.0)
-        n = tl.sum(count, axis=0)
-        m = tl.sum(count * middle, axis=0) / tl.maximum(n, 1.0)
-        away = middle - m[None, :]
-        total = tl.sum(squares + count * away * away, axis=0)
-        tl.store(mean + ch, m, mask=own)
-        tl.store(var + ch, total / tl.maximum(n, 1.0), mask=own)
+        momentum = tl.full([B], MOMENTUM, CT)
+        kept = tl.zeros([B], CT)
+        kept_var = tl.zeros([B], CT)
         if TRACK:
-            momentum = tl.full([B], MOMENTUM, CT)
-            before = tl.load(running_mean + ch, mask=own).to(CT)
-            after = before + momentum * (m - before)
-            tl.store(running_mean + ch, after.to(running_mean.dtype.element_ty), mask=own)
-            before_var = tl.load(running_var + ch, mask=own).to(CT)
-            unbiased = total * copies / tl.maximum(n * copies - 1.0, 1.0)
-            after_var = before_var + momentum * (unbiased - before_var)
-            tl.store(running_var + ch, after_var.to(running_var.dtype.element_ty), mask=own)
+            kept = tl.load(running_mean + ch, mask=own).to(CT)
+            kept_var = tl.load(running_var + ch, mask=own).to(CT)
+        for step in range(steps):
+            first = parts + step * 3 * programs * channels
+            count = tl.load(first + at, mask=mask, other=0.0)
+            middle = tl.load(first + programs * channels + at, mask=mask, other=0.0)
+            squares = tl.load(first + 2 * programs * channels + at, mask=mask, other=0.0)
+            n = tl.sum(count, axis=0)
+            m = tl.sum(count * middle, axis=0) / tl.maximum(n, 1.0)
+            away = middle - m[None, :]
+            total = tl.sum(squares + count * away * away, axis=0)
+            tl.store(mean + step * channels + ch, m, mask=own)
+            tl.store(var + step * channels + ch, total / tl.maximum(n, 1.0), mask=own)
+            kept += momentum * (m - kept)
+            kept_var += momentum * (total * copies / tl.maximum(n * copies - 1.0, 1.0) - kept_var)
+        if TRACK:
+            tl.store(running_mean + ch, kept.to(running_mean.dtype.element_ty), mask=own)
+            tl.store(running_var + ch, kept_var.to(running_var.dtype.element_ty), mask=own)
 
     partial_stats, final_stats = triton.jit(_partial_stats), triton.jit(_final_stats)
 
 
 def batch_stats(
-    x: Tensor, tiles: Tiles, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, copies: int = 1
+    x: Tensor,
+    tiles: Tiles,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    *,
+    copies: int = 1,
+    steps: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance [C] of x over everything but channels; running statistics are updated in place.
+    """Mean and biased variance [steps, C] of x over everything but channels, of each of `steps` parts of it in a row.
 
-    They are updated as by `copies` equal x in one batch, whose unbiased variance is another. x lies as `tiles`
-    says in memory, with all steps among its rows.
+    Running statistics are updated in place, once a step, as by `copies` equal x in one batch, whose unbiased variance
+    is another. x lies as `tiles` says in memory, which is for one step.
     """
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
-    parts = x.new_empty((3, tiles.programs, tiles.channels), dtype=compute)
-    mean, var = x.new_empty((2, tiles.channels), dtype=compute)
-    partial_stats[tiles.grid](
+    parts = x.new_empty((steps, 3, tiles.programs, tiles.channels), dtype=compute)
+    mean, var = x.new_empty((2, steps, tiles.channels), dtype=compute)
+    partial_stats[(*tiles.grid, steps)](
         x, parts, tiles.rows, tiles.channels, tiles.inner, tiles.tiles, **tiles.constants(compute), num_warps=4
     )  # fmt: skip
     columns = 8
     final_stats[(triton.cdiv(tiles.channels, columns),)](
         parts, mean, var, mean if running_mean is None else running_mean, var if running_var is None else running_var,
-        tiles.programs, tiles.channels, copies, momentum, running_mean is not None,
+        tiles.programs, tiles.channels, copies, steps, momentum, running_mean is not None,
         triton.next_power_of_2(tiles.programs), columns, tiles.compute(compute), num_warps=4,
     )  # fmt: skip
     return mean, var

@@ -12,7 +12,7 @@ waits for the device, so that a step can be captured.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snnpart import facts, ops_fused
+from snnpart import facts, ops, ops_fused, ops_time, shared_statistics
 from snnpart.facts import Value
 from snnpart.neuron_scan import leaf_name, step_of_region
 from snnpart.neuron_step import NeuronStep, owned
@@ -85,13 +85,16 @@ class Fused:
 
     def _norm(self, args: Sequence[Any]) -> _Norm:
         assert self._parts.norm is not None
-        return _Norm(*(self._value(item, args) for item in self._parts.norm.args[1:9]))
+        kind: Any = self._parts.norm.target
+        return _Norm(kind, self.target.steps, *(self._value(item, args) for item in self._parts.norm.args[1:9]))
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """The arguments of `ops.batch_norm` behind x."""
+    """Which operation normalises, over how many steps, and its arguments behind x."""
 
+    kind: Callable[..., Tensor]
+    steps: int
     weight: Tensor | None
     bias: Tensor | None
     running_mean: Tensor | None
@@ -105,6 +108,16 @@ class _Norm:
     def batch(self) -> bool:
         """Whether the batch's own statistics are used."""
         return self.training or self.running_mean is None
+
+    @property
+    def per_step(self) -> bool:
+        """Whether each step has its own statistics."""
+        return self.batch and self.kind is ops_time.batch_norm_steps
+
+    @property
+    def copies(self) -> int:
+        """How many equal x the running variance is unbiased over."""
+        return self.steps if self.kind is ops.batch_norm_copies else 1
 
 
 class _Call:
@@ -124,6 +137,14 @@ class _Call:
         self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
         self.eps = 0.0 if norm is None else norm.eps
         self.state = "" if target.state == "float32" else target.state
+        self.apart = self.steps if norm is not None and norm.per_step else 1
+        self.over_ranks = shared_statistics.current() if norm is not None and norm.training else None
+        self.numbers: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Numbers of this rank that one mean of a channel is taken of."""
+        return self.x.numel() // self.x.shape[1] // self.apart
 
     @property
     def step_numel(self) -> int:
@@ -154,6 +175,7 @@ class _Call:
             learned=learned,
             shared=self.shared,
             state=self.state,
+            per_step=self.apart > 1,
         )
 
     def tiles(self, numel: int, size: int, *, sums: bool) -> Tiles:
@@ -165,6 +187,8 @@ class _Call:
 
 def _size(form: Form) -> int:
     """Numbers in a tile: fewer where more steps stand in registers."""
+    if form.per_step:
+        return 512 if form.chunk <= 4 else 256
     return 1024 if form.chunk <= 4 else 512
 
 
@@ -200,7 +224,7 @@ class _Apply(torch.autograd.Function):
         sums, dx = launch.run()
         named = dict(zip(form.sums, sums, strict=True))
         grads = [_parameter_grad(named.get(f"sum_p{i}"), value) for i, value in enumerate(p)]
-        affine = (named["sum_dyx"].to(weight.dtype), named["sum_dy"].to(bias.dtype)) if form.affine else (None, None)
+        affine = _affine_grads(form, named, weight, bias) if form.affine else (None, None)
         passed = None if ctx.residual is None else dy.to(ctx.residual)
         return (None, dx, passed, *affine, *grads)
 
@@ -222,7 +246,15 @@ class _Backward:
         if not self.form.batch:
             return self._launch(None, write=True, reduce=True)
         sums, _ = self._launch(None, write=False, reduce=True)
-        return sums, self._launch(sums, write=True, reduce=False)[1]
+        return sums, self._launch(self._of_all_ranks(sums), write=True, reduce=False)[1]
+
+    def _of_all_ranks(self, sums: Tensor) -> Tensor:
+        """The norm's sums over the ranks that share its statistics, for this rank's `count` instead of all numbers."""
+        call = self.call
+        if call.over_ranks is None or call.numbers is None:
+            return sums
+        share = (call.count / call.numbers).to(sums.dtype)
+        return call.over_ranks(sums[: 2 * call.apart]) * share
 
     def _launch(self, sums: Tensor | None, *, write: bool, reduce: bool) -> tuple[Tensor, Tensor]:
         call, (x, kept, *norm) = self.call, self.saved
@@ -231,7 +263,7 @@ class _Backward:
         dx = torch.empty_like(x) if write else x
         parts = x.new_empty((len(self.form.sums), tiles.programs, tiles.channels) if reduce else 1, dtype=compute)
         kernel = _kernel(backward_source(call.step, self.form, write=write, reduce=reduce), "backward")
-        count = float(x.numel() // tiles.channels)
+        count = float(call.count) if self.form.norm else 1.0
         kernel[tiles.grid](
             x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
             *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute],
@@ -255,10 +287,27 @@ def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:
     if norm is None or not form.batch:
         return (None, None) if norm is None else (norm.running_mean, norm.running_var)
     if norm.training and norm.counter is not None:
-        norm.counter.add_(1)
-    tracked = (norm.running_mean, norm.running_var) if norm.training else (None, None)
-    copies = call.steps if call.shared else 1
-    return batch_stats(call.x, call.tiles(call.x.numel(), 1024, sums=True), *tracked, norm.momentum, copies)
+        norm.counter.add_(call.apart)
+    tiles = call.tiles(call.x.numel() // call.apart, 1024, sums=True)
+    tracked = (norm.running_mean, norm.running_var) if norm.training and call.over_ranks is None else (None, None)
+    mean, var = batch_stats(call.x, tiles, *tracked, norm.momentum, copies=norm.copies, steps=call.apart)
+    return (mean, var) if call.over_ranks is None else _statistics_of_ranks(call, norm, mean, var)
+
+
+def _statistics_of_ranks(call: _Call, norm: _Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's statistics [steps, C] made those of all ranks, by which the running ones move."""
+    assert call.over_ranks is not None
+    mean, var, call.numbers = shared_statistics.merged(mean, var, call.count, call.over_ranks)
+    of_all = (call.numbers * norm.copies).to(var.dtype)
+    shared_statistics.track(norm.running_mean, mean, norm.momentum)
+    shared_statistics.track(norm.running_var, var * of_all / (of_all - 1).clamp(min=1), norm.momentum)
+    return mean, var
+
+
+def _affine_grads(form: Form, sums: Mapping[str, Tensor], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of BatchNorm's weight and bias, over all steps."""
+    dw, db = (torch.stack([sums[f"{name}{mark}"] for mark in form.marks]).sum(0) for name in ("sum_dyx", "sum_dy"))
+    return dw.to(weight.dtype), db.to(bias.dtype)
 
 
 def _parameter_grad(sums: Tensor | None, value: Tensor) -> Tensor | None:

@@ -8,7 +8,8 @@ Forward: x_t -> (x_t - mean) / sqrt(var + eps) * weight + bias -> step -> y_t (+
 computes the states again up to each step, and runs the step's vector-Jacobian product from the last step to the first.
 With the batch's own statistics it runs twice: the first time it leaves only sums over a channel (of the gradient, of
 the gradient times the normalised x, of those of the parameters), the second time it has them and writes x's gradient.
-That moves less memory than keeping the gradient between.
+That moves less memory than keeping the gradient between. Where every step has statistics of its own, the sums are each
+step's too, and all steps stand in the text.
 
 Up to `CHUNK` steps stand in the text one after the other, with the states between them in registers. Longer sequences
 run in chunks: forward keeps the states at the start of each, backward computes those inside again.
@@ -41,11 +42,12 @@ class Form:
     learned: tuple[bool, ...]
     shared: bool = False
     state: str = ""
+    per_step: bool = False
 
     @property
     def chunk(self) -> int:
         """How many steps stand in the text at once."""
-        if self.steps <= CHUNK:
+        if self.steps <= CHUNK or self.per_step:
             return self.steps
         best = max(k for k in range(1, CHUNK + 1) if self.steps % k == 0)
         return self.steps if best < 4 and self.steps <= _UNROLLED else best
@@ -58,7 +60,17 @@ class Form:
     def sums(self) -> tuple[str, ...]:
         """What backward sums over each channel, in order."""
         norm = ("sum_dy", "sum_dyx") if self.norm and (self.affine or self.batch) else ()
-        return (*norm, *(f"sum_p{i}" for i, learned in enumerate(self.learned) if learned))
+        marked = (f"{name}{mark}" for name in norm for mark in self.marks)
+        return (*marked, *(f"sum_p{i}" for i, learned in enumerate(self.learned) if learned))
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What is behind the names of the norm's numbers: one kind for all steps, or one a step."""
+        return tuple(f"_{t}" for t in range(self.steps)) if self.per_step else ("",)
+
+    def mark(self, t: int) -> str:
+        """That of step t of the chunk."""
+        return self.marks[t if self.per_step else 0]
 
 
 def forward_source(step: NeuronStep, form: Form) -> str:
@@ -93,7 +105,7 @@ def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) 
         lines += [f"        for back in range({form.chunks - 1}):", f"            chunk = {form.chunks - 1} - back"]
         lines += _indent([*_load_kept(step), *_backward_chunk(step, form, False, write, reduce)], 3)
     lines += _indent(_backward_chunk(step, form, True, write, reduce), 2)
-    lines += _indent(_write_dx(form, "total", "x_h", "at") if form.shared and write else [], 2)
+    lines += _indent(_write_dx(form, "total", "x_h", "at", "") if form.shared and write else [], 2)
     return "\n".join([*lines, *_indent(_store_sums(form) if reduce else [])]) + "\n"
 
 
@@ -129,8 +141,9 @@ def _channel_lines(step: NeuronStep, form: Form) -> Iterator[str]:
     """What is read once: statistics, weight and bias, and the neuron's parameters, as tiles."""
     load = "tl.load({0} + ch, mask=ch < channels, other={1}).to(CT)[None, :]"
     if form.norm:
-        yield f"m = {load.format('mean', 0.0)}"
-        yield f"rs = 1.0 / tl.sqrt({load.format('var', 1.0)} + tl.full([1, 1], EPS, CT))"
+        for t, mark in enumerate(form.marks):
+            yield f"m{mark} = {load.format(f'mean + {t} * channels', 0.0)}"
+            yield f"rs{mark} = 1.0 / tl.sqrt({load.format(f'var + {t} * channels', 1.0)} + tl.full([1, 1], EPS, CT))"
         yield f"w = {load.format('weight', 1.0)}" if form.affine else "w = tl.full([1, B], 1.0, CT)"
         yield f"b = {load.format('bias', 0.0)}" if form.affine else "b = tl.full([1, B], 0.0, CT)"
     for i in range(len(step.parameters)):
@@ -145,22 +158,22 @@ def _chunk_start(form: Form, first: bool) -> str:
 def _shared_x(form: Form) -> Iterator[str]:
     """The one x of all steps."""
     if form.shared:
-        yield from _normalised(form, "at", "x_")
+        yield from _normalised(form, "at", "x_", "")
 
 
 def _load_x(form: Form, start: str, t: int) -> Iterator[str]:
     """One step's x as `x<t>`, and normalised, before weight and bias, as `x<t>h`."""
     if not form.shared:
-        yield from _normalised(form, f"at + ({start} + {t}) * step", f"x{t}")
+        yield from _normalised(form, f"at + ({start} + {t}) * step", f"x{t}", form.mark(t))
     else:
         yield f"x{t} = x_"
         yield from [f"x{t}h = x_h"] if form.norm else []
 
 
-def _normalised(form: Form, place: str, name: str) -> Iterator[str]:
+def _normalised(form: Form, place: str, name: str, mark: str) -> Iterator[str]:
     yield f"{name}x = tl.load(x + {place}, mask=mask, other=0.0).to(CT)"
     if form.norm:
-        yield f"{name}h = ({name}x - m) * rs"
+        yield f"{name}h = ({name}x - m{mark}) * rs{mark}"
         yield f"{name} = {name}h * w + b"
     else:
         yield f"{name} = {name}x"
@@ -230,7 +243,7 @@ def _backward_chunk(step: NeuronStep, form: Form, first: bool, write: bool, redu
         if write and form.shared:
             lines.append(f"total += d{t}")
         elif write:
-            lines += _write_dx(form, f"d{t}", f"x{t}h", f"at + ({start} + {t}) * step")
+            lines += _write_dx(form, f"d{t}", f"x{t}h", f"at + ({start} + {t}) * step", form.mark(t))
     return lines
 
 
@@ -245,24 +258,27 @@ def _pull(step: NeuronStep, form: Form, first: bool, t: int, states: list[str], 
         for i, own in enumerate(rest[: len(q)]):
             if form.learned[i] and own:
                 yield f"sum_p{i} += tl.where(mask, {own}, 0.0)"
-        if "sum_dy" in form.sums:
-            yield f"sum_dy += tl.where(mask, d{t}, 0.0)"
-            yield f"sum_dyx += tl.where(mask, d{t} * x{t}h, 0.0)"
+        mark = form.mark(t)
+        if f"sum_dy{mark}" in form.sums:
+            yield f"sum_dy{mark} += tl.where(mask, d{t}, 0.0)"
+            yield f"sum_dyx{mark} += tl.where(mask, d{t} * x{t}h, 0.0)"
     if not (first and t == 0):
         after = [f"n{t}_{j} = ({own or 0.0}) + tl.zeros([R, B], CT)" for j, own in enumerate(rest[len(q) :])]
         yield from after
         yield from (f"ds{j} = n{t}_{j}" for j in range(step.states))
 
 
-def _write_dx(form: Form, value: str, normalised: str, place: str) -> Iterator[str]:
+def _write_dx(form: Form, value: str, normalised: str, place: str, mark: str) -> Iterator[str]:
     if form.norm:
-        value = f"rs * w * ({value} - c0 - {normalised} * c1)" if form.batch else f"rs * w * {value}"
+        own = f"{value} - c0{mark} - {normalised} * c1{mark}" if form.batch else value
+        value = f"rs{mark} * w * ({own})"
     yield f"tl.store(dx + {place}, ({value}).to(dx.dtype.element_ty), mask=mask)"
 
 
 def _sum_loads(form: Form) -> list[str]:
     load = "tl.load(sums + {0} * channels + ch, mask=ch < channels, other=0.0).to(CT)[None, :] / count"
-    return [f"c{i} = {load.format(i)}" for i in range(2)]
+    names = [f"c{i}{mark}" for i in range(2) for mark in form.marks]
+    return [f"{name} = {load.format(i)}" for i, name in enumerate(names)]
 
 
 def _store_sums(form: Form) -> Iterator[str]:

@@ -79,12 +79,12 @@ def one_process(name: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]
     return loss.item(), grads, {n: b.clone() for n, b in model.named_buffers()}
 
 
-def synchronised(name: str, tp: int = 1, pp: int = 1, dp: str = "ddp") -> tuple[Any, ...]:
+def synchronised(name: str, tp: int = 1, pp: int = 1, dp: str = "ddp", fuse: bool = False) -> tuple[Any, ...]:
     """One step with statistics shared over dp; the batch is cut unevenly where it does not divide."""
     model, x, layout, batch_dim = network(name)
     program = parallelize(
         model, tp=tp, pp=pp, dp=dp, batchnorm="sync", microbatches=1, schedule="gpipe", input_layout=layout,
-        example_inputs=x, reset=reset,
+        example_inputs=x, reset=reset, fuse=fuse,
     )  # fmt: skip
     running: Any = program.launch()
     with running:

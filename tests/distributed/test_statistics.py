@@ -11,11 +11,12 @@ from tests.distributed.jobs_statistics import one_process
 from tests.distributed.pool import Pool
 
 JOB = "tests.distributed.jobs_statistics:synchronised"
+TOPOLOGIES = ({"ranks": 2}, {"ranks": 2, "fuse": True}, {"ranks": 4, "tp": 2}, {"ranks": 3, "dp": "fsdp2"})
 CASES = ("a07", "a07 n == c", "a08", "spiking")
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("topology", [{"ranks": 2}, {"ranks": 4, "tp": 2}, {"ranks": 3, "dp": "fsdp2"}], ids=str)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_it_equals_one_process_with_the_whole_batch(pool: Pool, name: str, topology: dict[str, Any]) -> None:
     """Loss, gradients, running statistics and counter, on 2 and 3 dp ranks (uneven for 7 samples), with tp besides."""
     loss, grads, buffers = one_process(name)

@@ -52,6 +52,17 @@ def test_a_plan_that_does_not_say_so_leaves_neurons_alone() -> None:
     assert fused_in(compiled(Block(lif()), state="carry")) == []
 
 
+@pytest.mark.parametrize(("steps", "taken"), [(4, True), (17, False)])
+def test_a_norm_inside_a_loop_is_taken_along_up_to_16_steps(steps: int, taken: bool) -> None:
+    (node,) = fused_in(compiled(Steps(Written(), norm=True), steps, 2, 5, 6, 6))
+    assert (parts(node.target.region).norm is not None) is taken  # type: ignore[union-attr]
+
+
+def test_shared_statistics_are_fused_too() -> None:
+    (node,) = fused_in(compiled(Block(lif()), batchnorm="sync"))
+    assert parts(node.target.region).norm is not None  # type: ignore[union-attr]
+
+
 class TwoReaders(Block):
     """The norm's result is read twice."""
 

@@ -10,19 +10,22 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+import torch.distributed as dist
+from torch import Tensor, fx, multiprocessing, nn
 
-from snnpart import frameworks
+from snnpart import frameworks, shared_statistics
 from snnpart.compilation import Options, compile_program
 from snnpart.graph import Body
 from snnpart.ops_fused import FusedNeuron
 from snnpart.program import CompiledProgram
+from snnpart.runtime.collectives import Axis, GroupCollectives
 from snnpart.runtime.kernels.fused_neuron import Fused
 from tests.nets import Spike
 
@@ -60,10 +63,15 @@ class Still(Block):
 class Steps(nn.Module):
     """The same as a loop over time of a neuron that takes one step and is given its state."""
 
-    def __init__(self, step: Callable[..., Any], *, channels: int = 5, states: int = 1) -> None:
+    def __init__(self, step: Callable[..., Any], *, channels: int = 5, states: int = 1, norm: bool = False) -> None:
         super().__init__()
         self.conv, self.step, self.states = nn.Conv2d(channels, channels, 3, padding=1), step, states
+        self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
         with torch.no_grad():
+            if norm:
+                self.norm.weight.uniform_(0.8, 1.6)
+                self.norm.bias.uniform_(0.1, 0.6)
+                self.norm.running_mean.uniform_(-0.2, 0.2)  # type: ignore[union-attr, operator]
             self.conv.weight.mul_(3.0)
             self.conv.bias.uniform_(0.3, 0.9)  # type: ignore[union-attr]
 
@@ -71,7 +79,7 @@ class Steps(nn.Module):
         state: tuple[Any, ...] = (None,) * self.states
         made = []
         for t in range(x.shape[0]):
-            spikes, *state = self.step(self.conv(x[t]), *state)  # type: ignore[assignment]
+            spikes, *state = self.step(self.norm(self.conv(x[t])), *state)  # type: ignore[assignment]
             made.append(spikes)
         return torch.stack(made)
 
@@ -147,6 +155,10 @@ def cases() -> dict[str, Case]:
         "prime": Case(partial(_block, lif), steps=17),
         "written": Case(lambda: Steps(Written())),
         "written, long": Case(lambda: Steps(Written()), steps=18),
+        "each step's statistics": Case(lambda: Steps(Written(), norm=True)),
+        "each step's statistics, eval": Case(lambda: Steps(Written(), norm=True), training=False),
+        "each of 9 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=9),
+        "each of 17 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=17),
         "Leaky": Case(lambda: Steps(snn.Leaky(beta=0.9, learn_beta=True)), dtype=torch.float32),
         "Synaptic": Case(lambda: Steps(snn.Synaptic(alpha=0.8, beta=0.9), states=2), dtype=torch.float32),
         "Alpha": Case(lambda: Steps(snn.Alpha(alpha=0.9, beta=0.8), states=3), dtype=torch.float32),
@@ -159,8 +171,9 @@ def cases() -> dict[str, Case]:
     return found
 
 
-BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still")
-SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "Synaptic")
+BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics")
+SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "Synaptic",
+         "each step's statistics")  # fmt: skip
 """What the default tests run; the rest belongs to the long matrix."""
 
 
@@ -317,10 +330,12 @@ def example(case: Case, device: str = "cpu") -> Tensor:
     return (torch.rand((case.steps, 2, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
 
 
-def report(name: str, case: Case, channels_last: bool) -> Mapping[str, Any]:
-    wanted, found, fused = both(case, example(case), dtype=case.dtype, channels_last=channels_last)
+def report(name: str, case: Case, channels_last: bool, x: Tensor | None = None) -> Mapping[str, Any]:
+    """How far the kernels are from the separate operations on x, by default the example."""
+    x = example(case) if x is None else x
+    wanted, found, fused = both(case, x, dtype=case.dtype, channels_last=channels_last)
     silent = [key for key, grad in wanted[1].items() if grad is None]
-    spikes = wanted[0] - example(case) if getattr(case.make(), "residual", False) else wanted[0]
+    spikes = wanted[0] - x if getattr(case.make(), "residual", False) else wanted[0]
     rate = float((spikes.abs() > 0.5).double().mean())
     return {
         "case": name,
@@ -341,8 +356,30 @@ def plan() -> list[tuple[str, bool]]:
     ]
 
 
+SHARED = ("LIF-detached", "still", "each step's statistics", "eval")
+"""Cases that are also run by two ranks, which share BatchNorm's statistics."""
+
+
+def shared(rank: int, store: str) -> None:
+    """The cases of one of two ranks, the second of which has fewer samples."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    sums = GroupCollectives({"dp": Axis(dist.group.WORLD, rank, (0, 1))})
+    for name in SHARED:
+        case = cases()[name]
+        x = example(case)[:, : 2 - rank] + 0.2 * rank
+        with shared_statistics.sharing(lambda x: sums.all_reduce(sums.grad_all_reduce(x, "dp"), "dp")):
+            found = report(name, case, rank == 1, x)
+        sys.stdout.write(json.dumps({**found, "rank": rank}) + "\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
+    if sys.argv[1] == "shared":
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.spawn(shared, (f"{folder}/store",), nprocs=2)
+        sys.exit()
     wanted = [one for one in plan() if (one[0] in SHORT) is (sys.argv[1] == "short")]
     for name, channels_last in wanted:
         sys.stdout.write(json.dumps(report(name, cases()[name], channels_last)) + "\n")

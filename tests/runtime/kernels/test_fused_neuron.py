@@ -11,22 +11,26 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.kernels.fused import SHORT, cases, plan
+from tests.runtime.kernels.fused import SHARED, SHORT, cases, plan
 
 triton = pytest.importorskip("triton")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(_VERSION < (3, 7), reason="the interpreter of this Triton cannot loop under numpy 2.4")
 
 
-@cache
-def reports(part: str) -> dict[tuple[str, bool], Any]:
+def lines_of(part: str) -> list[dict[str, Any]]:
     """What the cases gave in a process of their own: Triton is told to interpret before it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.runtime.kernels.fused", part]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {(line["case"], line["last"]): line for line in lines}
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@cache
+def reports(part: str) -> dict[tuple[str, bool], Any]:
+    """The reports by case and layout."""
+    return {(line["case"], line["last"]): line for line in lines_of(part)}
 
 
 def check(report: dict[str, Any]) -> None:
@@ -46,3 +50,11 @@ def test_kernels_give_what_the_separate_operations_give(name: str, channels_last
 @pytest.mark.parametrize(("name", "channels_last"), [one for one in plan() if one[0] not in SHORT])
 def test_so_do_those_of_every_other_neuron(name: str, channels_last: bool) -> None:
     check(reports("long")[name, channels_last])
+
+
+def test_two_ranks_share_statistics_in_kernels_as_without() -> None:
+    """Uneven ranks; the statistics and their gradients are sums over both."""
+    found = lines_of("shared")
+    assert sorted((line["rank"], line["case"]) for line in found) == sorted((r, c) for r in (0, 1) for c in SHARED)
+    for line in found:
+        check(line)
