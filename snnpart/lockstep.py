@@ -2,7 +2,7 @@
 
 No process group is needed and autograd works through everything: each collective is one autograd function over the list
 of the ranks' tensors, with the gradients that `snnpart.ops` states. All ranks' graphs have the same nodes in the same
-order, which the dry run checks.
+order, which the dry run checks. A loop in rounds may hold collectives: its rounds run side by side too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from snnpart import bits, ops
 from snnpart.effects import is_random
 from snnpart.facts import Pieces
 from snnpart.graph import TRAINING, Body
-from snnpart.ops_time import leaf_paths
+from snnpart.ops_time import Loop, leaf_paths
+from snnpart.scan import Scan, round_sizes
 
 Ranks = tuple[Tensor, ...]
 
@@ -145,9 +146,39 @@ def one_of_all(xs: Sequence[Tensor]) -> Tensor:
 Observer = Callable[[fx.Node, int, Any], None]
 
 
+class _Continuing:
+    """A rank's body in a loop in rounds: the loops inside go on from round to round where they left off."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self._body, self._states, self._at = body, dict[int, Any](), 0
+
+    def begin(self) -> None:
+        """A round begins: its loops come in the same order as before."""
+        self._at = 0
+
+    def get_submodule(self, path: str) -> nn.Module:
+        return self._body.get_submodule(path)
+
+    def bound(self, target: Any) -> Any:
+        made = _bound(self._body, target)
+        if not isinstance(made, Scan):
+            return made
+        place, self._at = self._at, self._at + 1
+
+        def go_on(sequences: Sequence[Tensor], fixed: Sequence[Any], carried: Sequence[Any]) -> tuple[Tensor, ...]:
+            results, self._states[place] = made.run(sequences, fixed, carried, self._states.get(place))
+            return results
+
+        return go_on
+
+
+Owner = nn.Module | _Continuing
+"""Who has the tensors and leaf copies that a graph names."""
+
+
 def run_stage(
     graphs: Sequence[fx.Graph],
-    bodies: Sequence[nn.Module],
+    bodies: Sequence[Owner],
     arguments: Sequence[Sequence[Any]],
     *,
     training: bool,
@@ -173,6 +204,8 @@ def run_stage(
             made: Sequence[Any] = [next(own) for own in waiting]
         elif nodes[0].op == "call_function" and nodes[0].target in ops.COLLECTIVES:
             made = collective(nodes[0], [_read(own[node.args[0]], node) for node, own in zip(nodes, values)])
+        elif len(nodes) > 1 and isinstance(nodes[0].target, Loop) and nodes[0].target.together:
+            made = _in_rounds(nodes, bodies, values, training)
         else:
             made = _each_rank(nodes, bodies, values, training, assigned)
         for rank in ranks:
@@ -186,7 +219,7 @@ def _results(output: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
 
 def _each_rank(
     nodes: Sequence[fx.Node],
-    bodies: Sequence[nn.Module],
+    bodies: Sequence[Owner],
     values: Sequence[Mapping[fx.Node, Any]],
     training: bool,
     assigned: set[Any],
@@ -202,7 +235,7 @@ def _each_rank(
     return made
 
 
-def _execute(node: fx.Node, body: nn.Module, values: Mapping[fx.Node, Any], training: bool, *, copy: bool) -> Any:
+def _execute(node: fx.Node, body: Owner, values: Mapping[fx.Node, Any], training: bool, *, copy: bool) -> Any:
     if node.op == "get_attr":
         if node.target == TRAINING:
             return training
@@ -218,8 +251,30 @@ def _execute(node: fx.Node, body: nn.Module, values: Mapping[fx.Node, Any], trai
     return _bound(body, node.target)(*args, **kwargs)
 
 
-def _bound(body: nn.Module, target: Any) -> Any:
-    return body.bound(target) if isinstance(body, Body) else target
+def _bound(body: Owner, target: Any) -> Any:
+    return body.bound(target) if isinstance(body, (Body, _Continuing)) else target
+
+
+def _in_rounds(
+    nodes: Sequence[fx.Node], bodies: Sequence[Any], values: Sequence[Mapping[fx.Node, Any]], training: bool
+) -> list[tuple[Tensor, ...]]:
+    """A loop in rounds on every rank."""
+    loops: list[Loop] = [node.target for node in nodes]  # type: ignore[misc]
+    given: list[Any] = [
+        map_arg(node.args, lambda n, own=own, node=node: _read(own[n], node))  # type: ignore[misc]
+        for node, own in zip(nodes, values)
+    ]
+    sizes = round_sizes(loops[0])
+    parts = [[sequence.split(sizes) for sequence in sequences] for sequences, _, _ in given]
+    inside = [_Continuing(body) for body in bodies]
+    rounds = []
+    for at in range(len(sizes)):
+        for one in inside:
+            one.begin()
+        graphs = [loop.body if at else loop.graphs[-1] for loop in loops]
+        arguments = [[*(part[at] for part in own), *fixed] for own, (_, fixed, _) in zip(parts, given)]
+        rounds.append(run_stage(graphs, inside, arguments, training=training))
+    return [loops[0].joined_rounds(results) for results in zip(*rounds)]
 
 
 class _Assigned:
@@ -235,7 +290,7 @@ def _read(value: Any, node: fx.Node) -> Any:
     return value
 
 
-def attribute(body: nn.Module, dotted: str) -> Any:
+def attribute(body: Owner, dotted: str) -> Any:
     """A tensor of the body by its dotted name."""
     path, _, name = dotted.rpartition(".")
     return getattr(body.get_submodule(path), name)

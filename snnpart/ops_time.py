@@ -90,6 +90,11 @@ class Loop(Nested):
         first = body if self.first is None else bind(self.first)
         return lambda sequences, fixed, carried: run_steps(self, body, first, sequences, fixed, carried)[0]
 
+    def joined_rounds(self, rounds: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """The loop's results of those of its rounds."""
+        kept = zip(self.keep, zip(*rounds, strict=True), strict=True)
+        return tuple(torch.cat(found) if keep == "all" else found[-1] for keep, found in kept)
+
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         raise LaunchError("a loop was called outside its network", fix="run the graph through Body.bind")
 

@@ -298,8 +298,7 @@ class Rounds:
 
     def __init__(self, loop: Loop, bind: Callable[[fx.Graph, Callable[[Any], Any]], Run], bound: Callable[[Any], Any]):
         """`bind(graph, bound)` makes a function of a graph; `bound` says what a node's target is."""
-        rest, self._keep = loop.steps % loop.together, loop.keep
-        self._sizes = [*([rest] if rest else ()), *[loop.together] * (loop.steps // loop.together)]
+        self._loop, self._sizes = loop, round_sizes(loop)
         self._later = _Round(loop.body, bind, bound)
         self._first = self._later if loop.first is None else _Round(loop.first, bind, bound)
 
@@ -314,8 +313,13 @@ class Rounds:
         finally:
             self._first.forget()
             self._later.forget()
-        kept = zip(self._keep, zip(*results, strict=True), strict=True)
-        return tuple(torch.cat(found) if keep == "all" else found[-1] for keep, found in kept)
+        return self._loop.joined_rounds(results)
+
+
+def round_sizes(loop: Loop) -> list[int]:
+    """How many steps each round of a loop in rounds takes."""
+    rest = loop.steps % loop.together
+    return [*([rest] if rest else ()), *[loop.together] * (loop.steps // loop.together)]
 
 
 class _Round:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from snnpart import artifact, costs, parallelize, text
+from snnpart import artifact, costs, ops, parallelize, text
 from snnpart.api import ParallelProgram
 from snnpart.errors import ConfigError
 from snnpart.ops_time import Loop
@@ -123,6 +123,76 @@ def test_the_number_is_the_largest_whose_values_stay_in_the_cache() -> None:
     assert found[0] == 1 and 1 <= found[1] < STEPS and found[2:] == [0, 0]
 
 
+@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize("name", MAKE)
+def test_rounds_of_tp_ranks(name: str, together: int) -> None:
+    """The ranks meet in the collectives of each round; of a layer that sees a still image they do before them."""
+    program, _ = compiled(name, together, tp=2)
+    assert rounds(program) == [(together, STEPS % together > 0)] * 2
+    stages = program.compiled.stages.values()
+    assert all(any(part.pieces for part in stage.tensors) for stage in stages)
+    assert {bool(sent_inside(stage.graph)) for stage in stages} == {name not in ("last", "late")}
+
+
+def sent_inside(graph: fx.Graph) -> int:
+    """How many collectives stand in loops in rounds."""
+    loops = [node.target for node in graph.nodes if isinstance(node.target, Loop) and node.target.together]
+    return sum(node.target in ops.COLLECTIVES for loop in loops for node in loop.body.nodes)
+
+
+@pytest.mark.parametrize("name", ["residual", "snntorch"])
+def test_rounds_of_more_ranks_than_channels(name: str) -> None:
+    """Ranks without channels take the same rounds."""
+    program, _ = compiled(name, 4, tp=5)
+    vacant = [graph for graph in map(body_of, range(5), [program] * 5) if "vacant" in str(graph)]
+    assert rounds(program) == [(4, True)] * 5 and 0 < len(vacant) < 5
+
+
+def body_of(rank: int, program: ParallelProgram) -> fx.Graph:
+    """A round of a tp rank."""
+    (loop,) = (n.target for n in program.compiled.stage(0, rank).graph.nodes if isinstance(n.target, Loop))
+    return loop.body
+
+
+@pytest.mark.parametrize("feedback", [False, True], ids=["forward", "feedback"])
+@pytest.mark.parametrize("norm", ["layer", "group", "by hand"])
+def test_rounds_of_norms_over_tp_ranks(norm: Any, feedback: bool) -> None:
+    """A norm over shared channels sends its statistics of each round."""
+    torch.manual_seed(3)
+    layers = nets.Layer(norm=norm, feedback=feedback), nets.Layer(norm=norm)
+    module = active(nets.RandomLoop(nets.Shape(layers=layers, source="time-first", steps=STEPS)))
+    program = parallelize(module, example_inputs=module.input(4), input_layout="TNF", tp=2, fold=4, verify="full")
+    assert rounds(program) == [(4, True)] * 2
+    assert ("statistics" in program.plan.shards.values()) is (norm == "layer")
+    assert sent_inside(program.compiled.stage(0, 0).graph)
+
+
+def test_rounds_of_a_grid() -> None:
+    program, _ = compiled("residual", 4, tp=2, pp=2, schedule="1f1b", microbatches=2)
+    assert rounds(program) == [(4, True)] * 4
+
+
+def test_more_rounds_are_more_messages() -> None:
+    """What the ranks send in all does not depend on the rounds."""
+    sent = [
+        sum(row.forward_bytes for row in compiled("residual", k, tp=2)[0].report().collectives) for k in (True, 2, 4)
+    ]
+    assert len(set(sent)) == 1 and sent[0] > 0
+
+
+def test_slow_links_make_fewer_rounds() -> None:
+    profile, found = replace(costs.default_profile("cpu-2core"), cache=1.0, launch_us=0.001), []
+    for latency in (1e-3, 1e6):
+        links = {**profile.links, "tp": replace(profile.links["tp"], latency_us=latency)}
+        found.append(compiled("residual", True, tp=2, profile=replace(profile, links=links))[0].plan.fold)
+    assert found == [1, 0]
+
+
 def test_why_a_network_takes_no_rounds() -> None:
-    with pytest.raises(ConfigError, match="fold=2: its channels are shared over tp ranks"):
-        compiled("residual", 2, tp=2)
+    pytest.importorskip("spikingjelly")
+    from spikingjelly.activation_based import neuron
+
+    module = nn.Sequential(nn.Linear(4, 4), neuron.LIFNode(), nn.Linear(4, 4), neuron.LIFNode())
+    for tp in (1, 2):
+        with pytest.raises(ConfigError, match=r"fold=2: .*takes all steps at once|fold=2: there is no loop over time"):
+            parallelize(module, example_inputs=torch.rand(4, 4), time_steps=4, fold=2, tp=tp)

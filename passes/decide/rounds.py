@@ -5,6 +5,7 @@ and writes memory, and steps that are put together and taken apart are copied th
 smallest k that needs no more of them is timed (where it does not divide T, the first round takes the steps over):
 
     launches   rounds * operations * launch time
+    messages   rounds * messages to the other tp ranks * the time of an empty one
     memory     bytes of all values, at the copy rate, if the values of k steps exceed the cache
     copies     bytes that loops and norms gather and part, if k > 1 and they exceed the cache
 
@@ -15,14 +16,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from snnpart import facts
+from snnpart import facts, ops
 from snnpart.costs import MachineProfile
 from snnpart.errors import ConfigError
 from snnpart.facts import Value, Values
 from snnpart.graph import SpikeGraph
 from snnpart.ops_time import Loop, batch_norm_steps
 from snnpart.passes.analyze import kinds
-from snnpart.passes.rewrite.fold_rounds import Region, region
+from snnpart.passes.decide.placement import apply_shards
+from snnpart.passes.rewrite.fold_rounds import Region, region, regions
+from snnpart.passes.rewrite.shard_channels import shard_for_rank, twin
+from snnpart.plan import Plan
 
 _CACHED = 4.0
 """How many times faster than memory a last-level cache is."""
@@ -31,33 +35,50 @@ _PASSES = 3.0
 """Forward, and backward for two operands."""
 
 
-def decide_rounds(graph: SpikeGraph, profile: MachineProfile, asked: bool | int, tp: int) -> tuple[int, str]:
-    """Steps at a time (0: all of them), and why.
+def decide_rounds(graph: SpikeGraph, profile: MachineProfile, asked: bool | int, plan: Plan) -> tuple[int, str]:
+    """Steps at a time (0: all of them), and why. `plan` says how channels lie on the tp ranks.
 
     Raises:
         ConfigError: a number was asked for, and the network cannot run in rounds.
     """
-    found = _region(graph, tp)
     wanted = asked if not isinstance(asked, bool) else 0
+    if not wanted:
+        return _decided(graph, profile, plan)
+    found = _region(graph, profile, plan)
     if isinstance(found, str):
-        if wanted:
-            raise ConfigError(f"fold={wanted}: {found}", where=f"network '{graph.name}'", fix="use fold=True")
+        raise ConfigError(f"fold={wanted}: {found}", where=f"network '{graph.name}'", fix="use fold=True")
+    number = f"{wanted} of {found.steps}" if wanted < found.steps else f"all {found.steps}"
+    return _plan(found, wanted), f"{number} steps at a time, as asked"
+
+
+def _decided(graph: SpikeGraph, profile: MachineProfile, plan: Plan) -> tuple[int, str]:
+    found = region(graph.graph)
+    if isinstance(found, str):
         return 0, ""
-    if wanted:
-        number = f"{wanted} of {found.steps}" if wanted < found.steps else f"all {found.steps}"
-        return _plan(found, wanted), f"{number} steps at a time, as asked"
     if not profile.cache:
         return 0, f"all {found.steps} steps at a time: launches decide on '{profile.name}'"
-    return _cheapest(found, profile)
+    chosen = _cheapest(found, profile, 1)
+    if plan.tp == 1 or not chosen[0]:  # a tp rank's values are smaller, and messages make more rounds dearer
+        return chosen
+    own = _region(graph, profile, plan)
+    return (0, "") if isinstance(own, str) else _cheapest(own, profile, plan.tp)
 
 
-def runs_in_rounds(graph: SpikeGraph, tp: int) -> bool:
+def runs_in_rounds(graph: SpikeGraph, profile: MachineProfile, plan: Plan) -> bool:
     """Whether the network can take some of its steps at a time."""
-    return not isinstance(_region(graph, tp), str)
+    return not isinstance(_region(graph, profile, plan), str)
 
 
-def _region(graph: SpikeGraph, tp: int) -> Region | str:
-    return region(graph.graph) if tp == 1 else "its channels are shared over tp ranks"
+def _region(graph: SpikeGraph, profile: MachineProfile, plan: Plan) -> Region | str:
+    """The region of the whole network, on tp rank 0; a reason where not all ranks have the same one."""
+    found = region(graph.graph)
+    if plan.tp == 1 or isinstance(found, str):
+        return found
+    source = graph.copy()
+    apply_shards(source, plan)
+    ranks = dict.fromkeys(twin(source, rank) for rank in range(plan.tp))
+    every = regions([shard_for_rank(source, plan.tp, rank, profile) for rank in ranks])
+    return every if isinstance(every, str) else every[0]
 
 
 def _plan(found: Region, together: int) -> int:
@@ -65,9 +86,11 @@ def _plan(found: Region, together: int) -> int:
     return together if together < found.steps else 0
 
 
-def _cheapest(found: Region, profile: MachineProfile) -> tuple[int, str]:
+def _cheapest(found: Region, profile: MachineProfile, tp: int) -> tuple[int, str]:
     choices = sorted({-(-found.steps // rounds) for rounds in range(1, found.steps + 1)})
-    times = {k: _microseconds(found, profile, k) for k in choices}
+    messages = sum(node.target in ops.COLLECTIVES for node in found.nodes)
+    waits = messages * profile.all_reduce_us("tp", 0.0, tp) if messages else 0.0
+    times = {k: _microseconds(found, profile, k) + -(-found.steps // k) * waits for k in choices}
     best = min(choices, key=lambda k: (times[k], -k))
     size = _working_set(found) / found.steps
     why = f"{size / 2**20:.3g} MiB of values a step, {profile.cache / 2**20:.3g} MiB of cache on '{profile.name}'"

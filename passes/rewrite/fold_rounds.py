@@ -6,8 +6,9 @@ round to round. What is equal at every step stays before it, what needs all step
 
 Done on a stage's graph, after all that looks into single nodes: placement, stages, fusion.
 
-`region` finds the nodes. There is none where a layer takes all steps at once in its own way, where the body would draw
-random numbers in another order, or where a step's values are spread over tp ranks.
+`region` finds the nodes. There is none where a layer takes all steps at once in its own way, or where the body would
+draw random numbers in another order. A stage over tp ranks sends what it shares in every round; all its ranks must have
+the same region (`regions`), or they would not meet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from snnpart import effects, facts, ops
+from snnpart import effects, facts, ops, ops_norm
 from snnpart.facts import Cost, Stage, TimeRole, Value, Values
 from snnpart.ops_time import Keep, Loop, batch_norm_steps
 from snnpart.passes.analyze import kinds
@@ -30,6 +31,9 @@ from snnpart.passes.analyze.kinds import argument
 _FREE = frozenset({"elementwise", "conv", "linear", "pool", "surrogate"})
 _BY_SAMPLE = frozenset({"view", "reduction", "index", "permute", "join", "norm", "matmul"})
 _WHOLE_BATCH = frozenset({"batch_norm", "batch_norm_copies", "batch_norm_repeated", "instance_norm"})
+_STATISTICS = frozenset({ops_norm.moments, ops_norm.channel_moments})
+_OF_RANKS = frozenset({ops_norm.normalized, ops_norm.group_normalized, ops.vacant})
+"""What takes k steps as it takes all: norms by statistics of all ranks, and zeros of the size of what is read."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def region(graph: fx.Graph) -> Region | str:
     if len(lengths) != 1 or any(node.target.together for node in loops):  # type: ignore[union-attr]
         return "there is no loop over time" if not lengths else "its loops have several lengths"
     (steps,) = lengths
-    inside = {node for node in graph.nodes if _runs(node, steps)}
+    inside = _that_run(graph, steps)
     inside |= _only_at_first(graph, inside)
     late = _depends_outside(graph, inside)
     inside -= late
@@ -69,21 +73,80 @@ def region(graph: fx.Graph) -> Region | str:
     )
 
 
+def regions(graphs: Sequence[fx.Graph]) -> list[Region] | str:
+    """The region of each tp rank's graph of one stage; the reason where there is none, or they are not the same one."""
+    found: list[Region] = []
+    for graph in graphs:
+        own = region(graph)
+        if isinstance(own, str):
+            return own
+        found.append(own)
+    if len({(_names(own.nodes), _names(own.outputs)) for own in found}) > 1:
+        return "its tp ranks, some of which have no channels in a layer, would take other operations together"
+    sequences = dict.fromkeys(name for own in found for name in _names(own.sequences))
+    fixed = dict.fromkeys(name for own in found for name in _names(own.fixed))
+    return [_reading(own, graph, sequences, fixed) for own, graph in zip(found, graphs, strict=True)]
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _reading(own: Region, graph: fx.Graph, sequences: Iterable[str], fixed: Iterable[str]) -> Region:
+    """The region with the inputs that any rank has: one without channels reads more, or in another order."""
+    named = {node.name: node for node in graph.nodes}
+    return replace(own, sequences=tuple(map(named.__getitem__, sequences)), fixed=tuple(map(named.__getitem__, fixed)))
+
+
 def _over_time(node: fx.Node) -> bool:
     role = facts.get(node, TimeRole)
     return role is not None and role.dim == 0 and kinds.first_value(node) is not None
+
+
+def _is_over(node: fx.Node) -> bool:
+    """Whether the node's value, also one of statistics, has the steps somewhere."""
+    role = facts.get(node, TimeRole)
+    return role is not None and role.dim is not None and facts.get(node, Value) is not None
+
+
+def _that_run(graph: fx.Graph, steps: int) -> set[fx.Node]:
+    """The nodes that could run in rounds. A value that is there before them is sent whole, in one message."""
+    inside: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _sends(node):
+            runs = _source(node) in inside and _sends_steps(node)
+        else:
+            runs = _runs(node, steps)
+        if runs:
+            inside.add(node)
+    return inside
+
+
+def _sends(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in ops.COLLECTIVES
+
+
+def _sends_steps(node: fx.Node) -> bool:
+    """Whether what the ranks send of k steps' values is all that belongs to these steps."""
+    if _source(node).target in _STATISTICS:
+        return True
+    return _over_time(node) and (len(node.args) < 3 or node.args[2] != 0)
 
 
 def _runs(node: fx.Node, steps: int) -> bool:
     """Whether the node computes, of k steps' values, those k steps' results."""
     if isinstance(node.target, Loop) or _is_result(node):
         return True
+    if node.target in _STATISTICS:
+        return _over_time(_source(node))
     if not _over_time(node) or node.op not in ("call_function", "call_method"):
         return False
-    if effects.is_random(node) or node.target in ops.COLLECTIVES or kinds.name_of(node) in _WHOLE_BATCH:
+    if effects.is_random(node) or kinds.name_of(node) in _WHOLE_BATCH:
         return False
     if node.target is batch_norm_steps:
         return bool(node.args[-1] == steps)
+    if node.target in _OF_RANKS:
+        return True
     return _between_forms(node, steps) or _keeps_form(node)
 
 
@@ -261,12 +324,26 @@ def _shorter(body: fx.Graph, node: fx.Node, together: int, steps: int, made: dic
         new.args = (new.args[0], 0, (together, -1))
     elif node.target == "expand":
         new.args = (new.args[0], (together, *new.args[1][1:]))  # type: ignore[index, misc]
+    elif node.target is ops.vacant:
+        new.args = (new.args[0], *_vacancy(node, together, steps), *new.args[4:])
     several = facts.get(node, Values)
     if several is not None and isinstance(node.target, Loop):
         facts.put(new, Values(tuple(_shape_over(value, together, steps) for value in several.items)))
-    elif _over_time(node):
+    elif _is_over(node):
         facts.put(new, _over(node, together, steps))
     return new
+
+
+def _vacancy(node: fx.Node, together: int, steps: int) -> tuple[Any, ...]:
+    """Shape, slopes and reference of `ops.vacant` over so many steps."""
+    tensors: Any = node.args[0]
+    reference: Any = node.args[3]
+    own = _over(node, together, steps)
+    if reference is not None and _is_over(tensors[reference[0]]):
+        position, dim, *_ = reference
+        read = _over(tensors[position], together, steps)
+        reference = (position, dim, read.shape[dim], read.slopes[dim])
+    return own.shape, own.slopes, reference
 
 
 def _shape_over(value: Any, together: int, steps: int) -> Any:
@@ -278,15 +355,23 @@ def _shape_over(value: Any, together: int, steps: int) -> Any:
 
 def _over(node: fx.Node, together: int, steps: int, *, stacked: bool = False) -> Value:
     """The node's value over `together` steps, in the node's own form or stacked."""
-    value, merged = facts.need(node, Value), facts.need(node, TimeRole).merged
-    if not merged:
-        return replace(value, shape=(together, *value.shape[1:]), stride=())
-    samples, slope = value.shape[0] // steps, value.slopes[0] // steps
-    if stacked:
-        shape, slopes = (together, samples, *value.shape[1:]), (0, slope, *value.slopes[1:])
+    value, role = facts.need(node, Value), facts.need(node, TimeRole)
+    dim = role.dim or 0
+    before, after = slice(dim), slice(dim + 1, None)
+    samples, slope = value.shape[dim] // steps, value.slopes[dim] // steps
+    if not role.merged:
+        sizes: tuple[int, ...] = (together,)
+        grows: tuple[int, ...] = (0,)
+    elif stacked:
+        sizes, grows = (together, samples), (0, slope)
     else:
-        shape, slopes = (together * samples, *value.shape[1:]), (together * slope, *value.slopes[1:])
-    return replace(value, shape=shape, slopes=slopes, stride=())
+        sizes, grows = (together * samples,), (together * slope,)
+    return replace(
+        value,
+        shape=(*value.shape[before], *sizes, *value.shape[after]),
+        slopes=(*value.slopes[before], *grows, *value.slopes[after]),
+        stride=(),
+    )
 
 
 def _stacked(graph: fx.Graph, made: fx.Node, node: fx.Node, together: int, steps: int | None = None) -> fx.Node:

@@ -29,14 +29,27 @@ from snnpart import facts, ops
 from snnpart.bits import gather_us
 from snnpart.costs import MachineProfile
 from snnpart.effects import is_random, writes_buffer
-from snnpart.facts import Cost, Domain, Origin, Partial, Placement, Replicated, Sharded, Spread, Stage, Value, Values
+from snnpart.facts import (
+    Cost,
+    Domain,
+    Origin,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    Spread,
+    Stage,
+    TimeRole,
+    Value,
+    Values,
+)
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.ops_time import leaf_paths
 from snnpart.passes.analyze.cost import put_saved
 from snnpart.passes.rewrite.local_sizes import local_arguments, local_value
 from snnpart.passes.rewrite.shared_statistics import STATISTICS, is_group_norm, with_statistics
-from snnpart.passes.rewrite.vacancies import can_be_vacant, vacant_node
+from snnpart.passes.rewrite.vacancies import can_be_vacant, put_known, vacant_node
 
 R = Replicated()
 
@@ -227,11 +240,12 @@ class _Rewrite:
         if not isinstance(bias, fx.Node):
             return total
         channels, rank = inputs[bias], self.options.rank
-        held = facts.need(inputs[bias], Value)
         if node.target is not F.linear:
             spatial = len(facts.need(node.args[1], Value).shape) - 2  # type: ignore[arg-type]
-            channels = self._add(node, torch.reshape, (channels, (-1, *(1,) * spatial)), _as_column(held, spatial))
-        return self._add(node, torch.add, (total, channels), local_value(facts.need(node, Value), spread, rank))
+            column = _as_column(facts.need(channels, Value), spatial)
+            channels = self._add(node, torch.reshape, (channels, (-1, *(1,) * spatial)), column)
+        held = local_value(facts.need(node, Value), spread, rank)
+        return self._add(node, torch.add, (total, channels), held, facts.get(node, TimeRole))
 
     def _looked_up(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
         """An embedding whose rows are dealt out: the rank's ids, and the sum over ranks."""
@@ -286,8 +300,7 @@ class _Rewrite:
             facts.origin(source).module, facts.origin(source).file, facts.origin(source).line, "shard-channels"
         )
         facts.put(new, local_value(value, spread, self.options.rank), made, self._cost(function, value))
-        if stage is not None:
-            facts.put(new, stage)
+        put_known(new, stage, facts.get(source, TimeRole))
         return new
 
     def _cost(self, function: Any, value: Value) -> Cost:
@@ -299,13 +312,13 @@ class _Rewrite:
         backward = moved.get(function, 0.0)
         return Cost(forward_us=forward, backward_us=backward if value.requires_grad else 0.0)
 
-    def _add(self, source: fx.Node, function: Any, args: tuple[Any, ...], value: Value) -> fx.Node:
+    def _add(
+        self, source: fx.Node, function: Any, args: tuple[Any, ...], value: Value, time: TimeRole | None = None
+    ) -> fx.Node:
         new = self.graph.call_function(function, args)
         origin = facts.origin(source)
         facts.put(new, value, Origin(origin.module, origin.file, origin.line, "shard-channels"))
-        stage = facts.get(source, Stage)
-        if stage is not None:
-            facts.put(new, stage)
+        put_known(new, facts.get(source, Stage), time)
         return new
 
     def _describe(self, new: fx.Node, node: fx.Node, spread: Spread, *, split: bool) -> None:

@@ -7,6 +7,7 @@ norm of the rank's part with them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from torch import fx
 
 from snnpart import facts, ops, ops_norm
 from snnpart.costs import MachineProfile
-from snnpart.facts import Cost, Pieces, Sharded, Value
+from snnpart.facts import Cost, Pieces, Sharded, TimeRole, Value
 
 STATISTICS = "statistics"
 """The rule of a norm that shares its statistics."""
 
 _GROUP = frozenset({torch.group_norm, F.group_norm})
 _RMS = frozenset({torch.rms_norm, F.rms_norm})
-Add = Callable[[fx.Node, Any, tuple[Any, ...], Value], fx.Node]
+Add = Callable[[fx.Node, Any, tuple[Any, ...], Value, TimeRole | None], fx.Node]
 
 
 def is_group_norm(node: fx.Node) -> bool:
@@ -102,9 +103,15 @@ def _gather(
         whole = (tp, *shape[1:])
     dtype = ops_norm.wide(held.dtype)
     own = Value(shape, dtype, slopes, (), held.requires_grad)
-    made = add(x, function, (local, *options), own)
+    time = _behind(facts.get(x, TimeRole), 1 if function is ops_norm.channel_moments else 2)
+    made = add(x, function, (local, *options), own, time)
     value = Value(whole, dtype, slopes, (), held.requires_grad)
-    gathered = add(x, ops.all_gather, (made, "tp", dim, pieces, None, True), value)
+    gathered = add(x, ops.all_gather, (made, "tp", dim, pieces, None, True), value, time)
     once = profile.all_gather_us("tp", value.bytes, tp)
     facts.put(gathered, Cost(forward_us=once, backward_us=once if value.requires_grad else 0.0))
     return gathered
+
+
+def _behind(time: TimeRole | None, dims: int) -> TimeRole | None:
+    """Where time is behind so many dims more."""
+    return time if time is None or time.dim is None else replace(time, dim=time.dim + dims)

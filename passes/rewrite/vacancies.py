@@ -13,7 +13,7 @@ from torch import fx
 
 from snnpart import facts, ops
 from snnpart.effects import is_random, writes_buffer
-from snnpart.facts import Origin, Spread, Stage, Value
+from snnpart.facts import Origin, Spread, Stage, TimeRole, Value
 from snnpart.ops_time import TIME_OPS, Nested
 from snnpart.passes.rewrite.local_sizes import local_value
 
@@ -43,10 +43,13 @@ def vacant_node(graph: fx.Graph, node: fx.Node, spread: Spread, rank: int, input
     new = graph.create_node("call_function", ops.vacant, args, {}, node.name)
     origin = facts.origin(node)
     facts.put(new, value, Origin(origin.module, origin.file, origin.line, "shard-channels"))
-    stage = facts.get(node, Stage)
-    if stage is not None:
-        facts.put(new, stage)
+    put_known(new, facts.get(node, Stage), facts.get(node, TimeRole))
     return new
+
+
+def put_known(node: fx.Node, *found: Stage | TimeRole | None) -> None:
+    """The facts that there are."""
+    facts.put(node, *(fact for fact in found if fact is not None))
 
 
 def _held(tensors: list[fx.Node]) -> list[tuple[int, Value]]:

@@ -16,6 +16,7 @@ from snnpart.bits import states_of
 from snnpart.errors import VerifyError
 from snnpart.facts import Domain
 from snnpart.gate.observe import Observed, Watch, arguments, copies, same_random_numbers
+from snnpart.ops_time import all_nodes
 from snnpart.program import CompiledProgram
 
 
@@ -24,7 +25,7 @@ def packs(compiled: CompiledProgram) -> bool:
     return any(
         node.target is ops.all_gather and ops.gather_options(node)[0] is not None
         for program in compiled.stages.values()
-        for node in program.graph.nodes
+        for node in all_nodes(program.graph)
     )
 
 

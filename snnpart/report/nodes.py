@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from snnpart import facts, ops
 from snnpart.bits import packed_bytes
 from snnpart.facts import Cost, Placement, Value
+from snnpart.ops_time import Loop
 from snnpart.program import CompiledProgram
 from snnpart.report.data import CollectiveRow, GraphNode
 
@@ -48,23 +50,32 @@ def operation(node: fx.Node, compiled: CompiledProgram) -> str:
 
 
 def collectives(compiled: CompiledProgram) -> tuple[CollectiveRow, ...]:
-    """Every collective of the program, in the order in which tp rank 0 runs them."""
+    """Every collective of the program, in the order in which tp rank 0 runs them; one in rounds with those of all."""
     return tuple(
-        _collective(node, stage)
+        _collective(node, stage, times)
         for stage in range(compiled.plan.stage_count)
-        for node in compiled.stage(stage, 0).graph.nodes
-        if node.op == "call_function" and node.target in MOVES
+        for node, times in _in_rounds(compiled.stage(stage, 0).graph)
     )
 
 
-def _collective(node: fx.Node, stage: int) -> CollectiveRow:
+def _in_rounds(graph: fx.Graph) -> Iterator[tuple[fx.Node, float]]:
+    """The collectives of a stage, and how often the ranks send such a value in a pass."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in MOVES:
+            yield node, 1.0
+        elif isinstance(node.target, Loop) and node.target.together:
+            for inner, times in _in_rounds(node.target.body):
+                yield inner, times * node.target.steps / node.target.together
+
+
+def _collective(node: fx.Node, stage: int, times: float) -> CollectiveRow:
     forward, backward = MOVES[node.target]
     shape, dtype = _whole_shape(node)
-    size = torch.Size(shape).numel() * dtype.itemsize
+    size = round(torch.Size(shape).numel() * dtype.itemsize * times)
     there, back = size * forward, size * backward
     if node.target is ops.all_gather:
         states, partial = ops.gather_options(node)
-        there = packed_bytes(torch.Size(shape).numel(), states[1]) if states else size
+        there = round(packed_bytes(torch.Size(shape).numel(), states[1]) * times) if states else size
         back = size * partial
     axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("axis", "tp")
     return CollectiveRow(
