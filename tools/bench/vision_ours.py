@@ -19,11 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from snnpart import parallelize  # noqa: E402
+from snnpart.vision.metrics import peak_bytes  # noqa: E402
 from tools.bench.turn import wait_for_turn  # noqa: E402
+from tools.bench.vision_images import images_of, repeated  # noqa: E402
 from tools.bench.vision_models import CLASSES, NAMES, network  # noqa: E402
 
 
@@ -38,11 +41,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=None)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--mode", default="auto")
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--precision", help="default bf16, and fp32 on the CPU")
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=1, help="times that the steps are measured")
     parser.add_argument("--evaluate", action="store_true", help="measure evaluations, not train steps")
+    parser.add_argument("--images", help="what evaluations read, see vision_images.py; default random images")
     parser.add_argument("--plain", action="store_true", help="without fused neurons and channels last")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     return parser.parse_args()
@@ -54,7 +59,7 @@ def start(asked: argparse.Namespace) -> tuple[Any, float, float]:
     torch.manual_seed(0)
     model = network(asked.model, asked.size)
     example = torch.randn(min(asked.batch, 4), 3, asked.size, asked.size)
-    kernels = {"fuse": False, "channels_last": False} if asked.plain else {"fuse": True, "channels_last": True}
+    fast = not asked.plain and asked.device == "cuda"
     program = parallelize(
         model,
         example_inputs=example,
@@ -66,16 +71,17 @@ def start(asked: argparse.Namespace) -> tuple[Any, float, float]:
         schedule=asked.schedule,
         verify="off",
         shard="time" if asked.tp > 1 else "max",
-        **kernels,
+        fuse=fast,
+        channels_last=fast,
     )
     compiled = time.perf_counter() - began
     wait_for_turn()
     began = time.perf_counter()
     running = program.launch(
         None if asked.evaluate else lambda params: torch.optim.AdamW(params, lr=1e-3),
-        device="cuda",
+        device=asked.device,
         execution=asked.mode,
-        precision=asked.precision,
+        precision=asked.precision or ("bf16" if asked.device == "cuda" else "fp32"),
     )
     return running, compiled, time.perf_counter() - began
 
@@ -83,18 +89,32 @@ def start(asked: argparse.Namespace) -> tuple[Any, float, float]:
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
     running, compiled, launched = start(asked)
-    generator = torch.Generator().manual_seed(running.ranks.at.dp)
-    shape = (asked.batch, 3, asked.size, asked.size)
-    batches = [
-        (torch.randn(shape, generator=generator).pin_memory(), torch.randint(0, CLASSES, shape[:1]).pin_memory())
-        for _ in range(4)
-    ]
+    batches = batches_of(asked, running.ranks.at.dp)
 
     def step(number: int) -> Any:
         if asked.evaluate:
             return running.eval_step(batches[number % 4][0]).sum()
         return running.train_step(*batches[number % 4], F.cross_entropy)
 
+    found = measured(running, step, asked, "images_per_second")
+    return {**found, "compile_s": compiled, "launch_s": launched}
+
+
+def batches_of(asked: argparse.Namespace, copy: int) -> list[tuple[Tensor, Tensor]]:
+    """Four batches of images and classes, in pinned memory where there is a GPU."""
+    generator = torch.Generator().manual_seed(copy)
+    shape = (asked.batch, 3, asked.size, asked.size)
+    if asked.images is None:
+        made = [(torch.randn(shape, generator=generator), torch.randint(0, CLASSES, shape[:1])) for _ in range(4)]
+    else:
+        images, classes = images_of(asked.images, asked.size)
+        parts = [(4 * copy + number) * asked.batch for number in range(4)]
+        made = [(repeated(images, asked.batch, first), repeated(classes, asked.batch, first)) for first in parts]
+    return [(x.pin_memory(), y.pin_memory()) for x, y in made] if asked.device == "cuda" else made
+
+
+def measured(running: Any, step: Callable[[int], Any], asked: argparse.Namespace, rate: str) -> dict[str, Any]:
+    """What steps give under the name `rate` in samples/s of all ranks, and their memory; then the program is closed."""
     began = time.perf_counter()
     step(0).item()
     first = time.perf_counter() - began
@@ -102,23 +122,34 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         step(number)
     running.settle()
     rounds = [timed(step, asked) * running.ranks.mesh.dp for _ in range(asked.rounds)]
-    memory = max(running.ranks.gather(torch.cuda.max_memory_reserved()))
+    memory = reserved(running.ranks)
     if asked.profile:
         profiled(lambda: step(0), running.ranks.rank)
-    result = {"images_per_second": statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory}
-    result |= {"loss": step(0).item(), "compile_s": compiled, "launch_s": launched, "first_step_s": first}
-    result |= {"notices": list(running.notices)}
+    result = {rate: statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory}
+    result |= {"loss": step(0).item(), "first_step_s": first, "notices": list(running.notices)}
     running.close()
     return result
 
 
+def reserved(ranks: Any) -> int:
+    """Bytes of the allocator's largest reservation on any rank; without a GPU of the largest process."""
+    if ranks.device.type != "cuda":
+        return peak_bytes(ranks)
+    return int(max(ranks.gather(torch.cuda.max_memory_reserved())))
+
+
+def settled(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def timed(step: Callable[[int], Any], asked: argparse.Namespace) -> float:
-    """Images/s of one data-parallel rank over the measured steps."""
-    torch.cuda.synchronize()
+    """Samples/s of one data-parallel rank over the measured steps."""
+    settled(asked.device)
     began = time.perf_counter()
     for number in range(asked.steps):
         step(number)
-    torch.cuda.synchronize()
+    settled(asked.device)
     return float(asked.batch * asked.steps / (time.perf_counter() - began))
 
 

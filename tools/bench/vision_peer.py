@@ -21,35 +21,33 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.bench.turn import wait_for_turn  # noqa: E402
-from tools.bench.vision_models import CLASSES, NAMES, config  # noqa: E402
+from tools.bench.vision_images import images_of  # noqa: E402
+from tools.bench.vision_models import NAMES, config  # noqa: E402
 
-IMAGES = 64
 
+class Repeated(Dataset[tuple[Tensor, Tensor]]):
+    """`count` samples that go round among a few images."""
 
-class Synthetic(Dataset[tuple[Tensor, Tensor]]):
-    """`count` samples that go round among a few random images."""
-
-    def __init__(self, count: int, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(IMAGES, 3, size, size, generator=generator)
-        self.classes = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
+    def __init__(self, count: int, size: int, images: str | None = None) -> None:
+        self.images, self.classes = images_of(images, size)
         self.count = count
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index % IMAGES], self.classes[index % IMAGES]
+        index %= len(self.images)
+        return self.images[index], self.classes[index]
 
 
-def datasets(count: int, size: int, validation: int) -> tuple[Synthetic, Synthetic]:
+def datasets(count: int, size: int, validation: int) -> tuple[Repeated, Repeated]:
     """What the trainer's configuration names as the builder of its data."""
-    return Synthetic(count, size), Synthetic(validation, size)
+    return Repeated(count, size), Repeated(validation, size)
 
 
-def evaluation_data(count: int, size: int) -> Synthetic:
+def evaluation_data(count: int, size: int, images: str | None) -> Repeated:
     """What the evaluator's configuration names as the builder of its data."""
-    return Synthetic(count, size)
+    return Repeated(count, size, images)
 
 
 def options() -> argparse.Namespace:
@@ -62,6 +60,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--mode", default="eager")
+    parser.add_argument("--images", help="what evaluations read, see vision_images.py; default random images")
+    parser.add_argument("--workers", type=int, default=8, help="of its data loader, whose time it leaves out")
     parser.add_argument("--rounds", type=int, default=1, help="its measurement is as many times as long")
     parser.add_argument("--evaluate", action="store_true", help="measure evaluations, not train steps")
     parser.add_argument("--warm", type=int, default=10)
@@ -82,7 +82,7 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
             dataset_builder="tools.bench.vision_peer.datasets",
             dataset_kwargs=data,
             batch_size=asked.batch,
-            workers=4,
+            workers=asked.workers,
             data_parallel=asked.dp,
             tensor_parallel_size=asked.tp,
             pipeline_parallel_size=asked.pp,
@@ -110,14 +110,15 @@ def evaluate(asked: argparse.Namespace) -> dict[str, Any]:
     model = config(asked.model, asked.size)
     torch.manual_seed(0)
     weights = model.get_builder_cls()(model)._build_canonical_model().state_dict()
+    data = {"count": asked.batch * dp * asked.steps * asked.rounds, "size": asked.size, "images": asked.images}
     torch.save({"schema_version": 2, "model_config": model.as_dict(), "state_dict": weights, "source": {}}, path)
     found = vision.evaluate_classification(
         vision.EvaluationConfig(
             artifact=path,
             dataset_builder="tools.bench.vision_peer.evaluation_data",
-            dataset_kwargs={"count": asked.batch * dp * asked.steps * asked.rounds, "size": asked.size},
+            dataset_kwargs=data,
             batch_size=asked.batch,
-            workers=8,
+            workers=asked.workers,
             data_parallel="fsdp2" if asked.dp == "fsdp2" else "replicate",
             tensor_parallel_size=asked.tp,
             pipeline_parallel_size=asked.pp,
