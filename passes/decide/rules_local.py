@@ -189,7 +189,8 @@ def leaf(node: fx.Node, ask: Ask) -> Row:
             f"{type(module).__name__} has its channels in dim {channels}, its input is sharded in dim {lane.dim}"
         )
     full = shape(source)[lane.dim]
-    taken = [result for user in node.users if user.target is operator.getitem for result in results(user)]
+    parts = () if is_tensor(node) else tuple(user for user in node.users if user.target is operator.getitem)
+    taken = [result for user in parts for result in results(user)]
     if any(len(result.shape) <= lane.dim or result.shape[lane.dim] != full for result in taken):
         raise Declined("its state, which the network uses, has its channels in another dim than its output")
     needs: dict[fx.Node, Spread] = {}

@@ -1,8 +1,9 @@
 """SpikingJelly: neurons and other modules that keep state in registered memories.
 
-Leaves are its neurons and every `MemoryModule` without a stateful or trainable child (dropout with a mask kept over
-time, synapse filters, the user's own). Containers, convolutions and norms are traced through. Versions differ in what
-exists, so classes are looked up by name.
+Leaves are its neurons and every `MemoryModule` without a stateful or trainable child (synapse filters, the user's own).
+Containers, convolutions, norms and dropout are traced through: the mask that a dropout keeps over time is then a value
+like any other, and is dealt out over tp ranks as one process draws it. Versions differ in what exists, so classes are
+looked up by name.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _FLOPS = {
     "MaskedPSN": 8.0,
     "SlidingPSN": 8.0,
 }
-_LIKE_INPUT = {*_FLOPS, "Dropout", "Dropout2d"}
+_DROPOUTS = ("Dropout", "Dropout2d")
 _TERNARY = ("TernaryIFNode", "TernaryLIFNode")
 _NOT_BINARY = ("LIAFNode", "ILIFNode", *_TERNARY)
 
@@ -66,6 +67,8 @@ class SpikingJellyAdapter(Adapter):
     def is_leaf(self, module: nn.Module) -> bool:
         if self.is_neuron(module):
             return True
+        if _ours(module, _DROPOUTS):
+            return False
         children = [child for child in module.modules() if child is not module]
         return isinstance(module, base.MemoryModule) and not any(
             isinstance(child, base.MemoryModule) or next(child.parameters(), None) is not None for child in children
@@ -86,7 +89,7 @@ class SpikingJellyAdapter(Adapter):
         return frozenset({"_memories", "v_seq"}) if isinstance(module, base.MemoryModule) else frozenset({"v"})
 
     def infer(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if not _ours(module, _LIKE_INPUT) or len(args) != 1 or kwargs or getattr(module, "_neuron_precision", None):
+        if not _ours(module, _FLOPS) or len(args) != 1 or kwargs or getattr(module, "_neuron_precision", None):
             return NotImplemented
         (x,) = args
         assert isinstance(x, Tensor)

@@ -24,7 +24,7 @@ def _in_mode(kind: Any, mode: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def spikingjelly() -> dict[str, Case]:
-    from spikingjelly.activation_based import layer, neuron, surrogate
+    from spikingjelly.activation_based import neuron, surrogate
 
     names = ["IF", "LIF", "ParametricLIF", "QIF", "EIF", "Izhikevich", "LIAF", "KLIF", "ILIF", "SimpleIF"]
     names += ["HalfThresholdIF", "TernaryIF", "TernaryLIF", "ComplementaryLIF", "CUBALIF"]
@@ -39,8 +39,6 @@ def spikingjelly() -> dict[str, Case]:
     cases |= {
         "LIFNode-soft": (lambda: neuron.LIFNode(v_reset=None, detach_reset=True, surrogate_function=atan), (_x(2, 3),)),
         "LIFNode-v_seq": (lambda: neuron.LIFNode(store_v_seq=True, step_mode="m"), (_x(3, 2, 3),)),
-        "Dropout-m": (lambda: layer.Dropout(0.5, step_mode="m"), (_x(3, 2, 3),)),
-        "Dropout-s": (lambda: layer.Dropout(0.5), (_x(2, 3),)),
     }
     if hasattr(neuron, "PSN"):
         cases |= {

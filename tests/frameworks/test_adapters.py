@@ -111,7 +111,8 @@ def test_spikingjelly_containers_are_traced_through() -> None:
     recurrent = layer.LinearRecurrentContainer(lif, 3, 3)
     assert not is_leaf(recurrent) and not is_leaf(layer.Conv2d(1, 1, 1)) and not is_leaf(layer.BatchNorm2d(1))
     assert not is_leaf(layer.SeqToANNContainer(nn.Linear(1, 1)))
-    assert is_leaf(layer.Dropout()) and not adapter_for(layer.Dropout()).is_neuron(layer.Dropout())
+    assert not is_leaf(layer.Dropout()) and not is_leaf(layer.Dropout2d())
+    assert is_leaf(layer.SynapseFilter()) and not adapter_for(layer.SynapseFilter()).is_neuron(layer.SynapseFilter())
 
 
 def test_for_layout_sets_the_step_mode() -> None:

@@ -301,6 +301,42 @@ def test_masks_are_those_of_one_process(name: str, tp: int) -> None:
         assert sorted(set((want == 0).flatten().tolist())) == ([False] if name == "noise" else [False, True])
 
 
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("mode", ["m", "s"])
+@pytest.mark.parametrize("kind", ["Dropout", "Dropout2d"])
+def test_a_framework_s_mask_over_time_is_dealt_out(kind: str, mode: str, tp: int) -> None:
+    """SpikingJelly keeps one mask for the window: every rank has its channels of it, at all steps the same."""
+    layer = pytest.importorskip("spikingjelly.activation_based.layer")
+    from spikingjelly.activation_based import functional, neuron
+
+    layers = [layer.Conv2d(2, 5, 3), neuron.IFNode(v_threshold=0.1), getattr(layer, kind)(0.4), layer.Conv2d(5, 3, 1)]
+    net = nn.Sequential(*layers).double()
+    functional.set_step_mode(net, mode)
+    module = net if mode == "m" else Net(lambda m, x: torch.stack([m.net(step) for step in x]), net=net)
+    inputs = (torch.rand(4, 3, 2, 5, 5, dtype=torch.float64),)
+    path = "" if mode == "m" else "net."
+    rules = {f"{path}0": "column", f"{path}3": "row"}
+    program = compiled(module, inputs, tp=tp, pinned=Plan(tp=tp, shards=rules), in_dims=1, time_dims=0)
+    nodes = [n.target for n in program.stage(0, 0).graph.nodes]
+    assert nodes.count(ops.drawn_slice) == 1 and ops.all_gather not in nodes and ops.shard not in nodes
+    torch.manual_seed(5)
+    want = module(*inputs)
+    functional.reset_net(net)
+    torch.manual_seed(5)
+    got = simulate.run(program, inputs, training=True).outputs[0]
+    assert float((want - got).detach().abs().max()) < 1e-12 and float(want.detach().std()) > 0.05
+
+
+def test_a_neuron_layer_of_which_one_step_is_read_is_sharded() -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    module = Net(lambda m, x: m.lif(m.proj(x))[-1], proj=nn.Linear(6, 7), lif=neuron.LIFNode(step_mode="m")).double()
+    inputs = (torch.rand(4, 3, 6, dtype=torch.float64) * 4,)
+    program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"proj": "column"}), in_dims=1, time_dims=0)
+    (lif,) = (node for node in program.source.graph.nodes if node.op == "call_module")
+    assert facts.need(lif, Placement).rule == "shard", program.source.notes
+    assert_parity(module, inputs, program, in_dim=1)
+
+
 def test_a_recurrent_neuron_stays_whole_with_the_reason() -> None:
     snntorch = pytest.importorskip("snntorch")
 
