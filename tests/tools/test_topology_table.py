@@ -14,7 +14,7 @@ from tools.bench.topology_points import SECTIONS, SWEPT, Case, Settings, scaling
 from tools.bench.topology_rows import NO_MEMORY, SLOWER, reasons, rows_of, shortened, value
 from tools.bench.topology_scaling import SHARE, with_scaling
 from tools.bench.topology_sweep import due, following, result, tried
-from tools.bench.vision_rows import MEMORY, NotMeasured, read
+from tools.bench.vision_rows import MEMORY, NotMeasured, measure, read
 
 HERE = Settings()
 GIB = 2**30
@@ -260,3 +260,21 @@ def test_a_quick_run_on_two_processes_without_a_gpu(tmp_path: Path, monkeypatch:
         "spikelm SpikeLM-1.41B PP2 G=8",
     ]
     assert rows["table SEW-ResNet34 TP2 G=32"]["note"] == "eager: its trainer needs CUDA"
+
+
+class Ended:
+    """Turns whose process ended without a result."""
+
+    def __init__(self, err: str) -> None:
+        self.err = err
+
+    def run(self, command: Sequence[str], limit: float) -> tuple[str, str]:
+        return "", self.err
+
+
+def test_that_one_rank_ran_out_of_memory_is_why_all_failed() -> None:
+    err = "[rank0]: DistBackendError: NCCL communicator was aborted\n[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n"
+    with pytest.raises(NotMeasured, match="^.rank1.: torch.OutOfMemoryError"):
+        measure(Ended(err), ["x"], 1.0)  # type: ignore[arg-type]
+    with pytest.raises(NotMeasured, match="^.rank0.: DistBackendError"):
+        measure(Ended(err.splitlines()[0]), ["x"], 1.0)  # type: ignore[arg-type]

@@ -70,8 +70,10 @@ def measure(processes: Turns, command: Sequence[str], limit: float) -> dict[str,
         if line.startswith("RESULT "):
             found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
             return found
-    errors = [line for line in err.splitlines() if "Error" in line]
-    raise NotMeasured((errors or err.splitlines() or ["no output"])[0][:200])
+    lines = err.splitlines()
+    memory = [line for line in lines if "out of memory" in line]  # of one rank; the others then fail of its absence
+    errors = [line for line in lines if "Error" in line]
+    raise NotMeasured((memory or errors or lines or ["no output"])[0][:200])
 
 
 def commands(bench: Bench, point: Point, steps: Sequence[str]) -> dict[str, list[str]]:
