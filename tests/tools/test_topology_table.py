@@ -273,7 +273,7 @@ class Ended:
 
 
 def test_that_one_rank_ran_out_of_memory_is_why_all_failed() -> None:
-    err = "[rank0]: DistBackendError: NCCL communicator was aborted\n[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n"
+    err = "[rank0]: DistBackendError: NCCL was aborted\n[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n"
     with pytest.raises(NotMeasured, match="^.rank1.: torch.OutOfMemoryError"):
         measure(Ended(err), ["x"], 1.0)  # type: ignore[arg-type]
     with pytest.raises(NotMeasured, match="^.rank0.: DistBackendError"):
