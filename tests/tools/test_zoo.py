@@ -7,6 +7,7 @@ import torch
 
 from snnpart.frameworks import preserved, reset_state
 from tests.calibrate import rates, silent
+from tools.bench.rows import COLUMNS
 from tools.zoo import run
 from tools.zoo.catalogue import EVERY, ZOO
 from tools.zoo.check import TOPOLOGIES, Outcome, check
@@ -77,7 +78,7 @@ def test_every_model_of_the_list_is_there() -> None:
 
 def test_a_wrong_result_is_a_failed_row() -> None:
     good = run.row("B05", "simulated tp2 pp1 mb1", Outcome("equal", difference=1e-16, sharded=0.98))
-    assert tuple(good) == run.COLUMNS
+    assert tuple(good) == COLUMNS
     assert good["status"] == "ok" and good["ours"] == "1e-16" and "98% of the parameters" in good["note"]
     refused = run.row("B05", "simulated tp2 pp1 mb1", Outcome("refused", "PlanError: module 'x'"))
     assert refused["status"] == "ok" and refused["metric"] == "refused" and refused["note"].startswith("PlanError")

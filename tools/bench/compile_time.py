@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -31,11 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from snnpart import parallelize  # noqa: E402
+from tools.bench import rows as results  # noqa: E402
+from tools.bench.rows import Row, write  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 DEPTHS, STEPS = (18, 34, 50, 101, 152), (5, 10, 20, 50, 100, 1000)
 LIMITS = {"sew_resnet34": 5.0, "sew_resnet152": 15.0, "snntorch_loop_T100": 15.0, "snntorch_loop_T1000": 30.0}
 SLOPE_LIMIT = 1.15
@@ -142,33 +138,18 @@ def rows(measured: list[Measured], quick: bool) -> list[dict[str, Any]]:
     return found
 
 
-def row(point: str, metric: str, unit: str, ours: float, limit: float | None, measured: Measured) -> dict[str, Any]:
-    met = limit is None or ours <= limit
-    values = {
-        "bench": "compile_time",
-        "point": point,
-        "metric": metric,
-        "unit": unit,
-        "peer_name": "",
-        "peer": "",
-        "ours": f"{ours:.4g}",
-        "ratio": "",
-        "repeats": len(measured.seconds),
-        "spread": f"{measured.spread:.2f}" if metric == "seconds" else "",
-        "machine": f"{os.cpu_count()} cores {platform.machine()}",
-        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
-        "status": "ok" if met else "failed",
-        "note": "" if limit is None else f"limit {limit:g}",
-    }
-    return {name: values[name] for name in COLUMNS}
-
-
-def write(table: list[dict[str, Any]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+def row(point: str, metric: str, unit: str, ours: float, limit: float | None, measured: Measured) -> Row:
+    return results.row(
+        "compile_time",
+        point,
+        metric,
+        unit,
+        ours=f"{ours:.4g}",
+        repeats=len(measured.seconds),
+        spread=f"{measured.spread:.2f}" if metric == "seconds" else "",
+        status="ok" if limit is None or ours <= limit else "failed",
+        note="" if limit is None else f"limit {limit:g}",
+    )
 
 
 def plot(path: Path) -> Path:
@@ -220,7 +201,7 @@ def main() -> int:
         print(f"{entry['point']}: {entry['ours']}")
     output = options.output or (None if options.quick else ROOT / "docs/results/compile_time.csv")
     if output is not None:
-        write(table, output)
+        write(output, table)
         print(f"wrote {output} and {plot(output)}")
     missed = [entry["point"] for entry in table if entry["status"] != "ok"]
     if missed:

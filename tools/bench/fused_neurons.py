@@ -13,9 +13,7 @@ operations give in float32 on the same bfloat16 numbers; ours may be no further 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
-import platform
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,11 +33,9 @@ from snnpart.compilation import Options, compile_program  # noqa: E402
 from snnpart.facts import Value  # noqa: E402
 from snnpart.ops_fused import FusedNeuron  # noqa: E402
 from snnpart.runtime.stage import StageModule  # noqa: E402
+from tools.bench import rows as results  # noqa: E402
+from tools.bench.rows import Row, read, replaced, write  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 STEPS = 4
 CLOSE = 1e-2
 MOVED = 9  # tensors of x's size that forward and backward move
@@ -209,7 +205,7 @@ def copy_rate() -> float:
     return 2 * x.numel() * 2 / (1e-6 * min(_replay(graph) for _ in range(3)))
 
 
-def rows(point: Point, repeats: int, rate: float) -> list[dict[str, Any]]:
+def rows(point: Point, repeats: int, rate: float) -> list[Row]:
     """A row for each peer, taken in turn with ours."""
     ours_run, separate = _program(point.channels)
     peers = {"separate operations": separate, "torch.compile": torch.compile(_plain, dynamic=False)}
@@ -225,42 +221,25 @@ def rows(point: Point, repeats: int, rate: float) -> list[dict[str, Any]]:
     return made
 
 
-def _row(
-    point: Point, name: str, peer: list[float], ours: list[float], off: list[float], rate: float
-) -> dict[str, Any]:
+def _row(point: Point, name: str, peer: list[float], ours: list[float], off: list[float], rate: float) -> Row:
     a, b = statistics.median(peer), statistics.median(ours)
     share = point.bytes / (1e-6 * b) / rate
-    entry = {
-        "bench": "fused_neurons",
-        "point": point.name,
-        "metric": "forward + backward",
-        "unit": "us",
-        "peer_name": name,
-        "peer": f"{a:.4g}",
-        "ours": f"{b:.4g}",
-        "ratio": f"{a / b:.3f}",
-        "repeats": len(ours),
-        "spread": f"{(max(ours) - min(ours)) / b:.3f}",
-        "machine": torch.cuda.get_device_name(),
-        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
-        "status": "ok" if off[0] <= max(off[1], CLOSE) else "failed",
-        "note": f"{share:.2f} of the copy rate of {rate / 1e12:.2f} TB/s; gradient of the weight off by "
+    return results.row(
+        "fused_neurons",
+        point.name,
+        "forward + backward",
+        "us",
+        peer_name=name,
+        peer=f"{a:.4g}",
+        ours=f"{b:.4g}",
+        ratio=f"{a / b:.3f}",
+        repeats=len(ours),
+        spread=f"{(max(ours) - min(ours)) / b:.3f}",
+        machine=torch.cuda.get_device_name(),
+        status="ok" if off[0] <= max(off[1], CLOSE) else "failed",
+        note=f"{share:.2f} of the copy rate of {rate / 1e12:.2f} TB/s; gradient of the weight off by "
         f"{off[0]:.0e}, the peer's by {off[1]:.0e}",
-    }
-    return {column: entry[column] for column in COLUMNS}
-
-
-def write(table: list[dict[str, Any]], path: Path) -> None:
-    """Write the rows there are so far; rows of other points that the file holds stay."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        measured = {row["point"] for row in table}
-        with path.open(encoding="utf-8") as file:
-            table = [*(row for row in csv.DictReader(file) if row["point"] not in measured), *table]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+    )
 
 
 def main() -> int:
@@ -275,11 +254,11 @@ def main() -> int:
     points = [Point(f"{name} N={batch}", *size, batch) for batch in batches for name, size in layers.items()]
     rate = copy_rate()
     output = options.output or (None if options.quick else ROOT / "docs/results/fused_neurons.csv")
-    table: list[dict[str, Any]] = []
+    table: list[Row] = []
     for point in points:
         table += rows(point, 1 if options.quick else options.repeats, rate)
         if output is not None:
-            write(table, output)
+            write(output, replaced(read(output), table, key=lambda one: one["point"]))
     return int(any(row["status"] != "ok" for row in table))
 
 

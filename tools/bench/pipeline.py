@@ -21,10 +21,8 @@ Rows of other kinds in the CSV are kept. No peer cuts these networks unmodified,
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
-import platform
 import statistics
 import sys
 import time
@@ -53,14 +51,11 @@ from snnpart.program import CompiledProgram  # noqa: E402
 from snnpart.runtime.stage import Stage  # noqa: E402
 from tools.bench.pipeline_nets import NETS, SMALL, Net  # noqa: E402
 from tools.bench.pipeline_ranks import Job, bubble, run_ranks  # noqa: E402
+from tools.bench.rows import Row, cores, read, write  # noqa: E402
+from tools.bench.rows import row as any_row  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 BALANCE, NEAR_BEST, CUT_SECONDS, MEMORY = 1.10, 1.05, 2.0, 0.10
 MICROBATCHES = 8
-Row = dict[str, Any]
 
 
 def measure(compiled: CompiledProgram, x: Tensor, repeats: int = 3) -> list[float]:
@@ -219,25 +214,15 @@ def row(
     label: str, metric: str, unit: str, ours: float | None, note: str = "", ok: bool = True, repeats: int = 1
 ) -> Row:
     """A row; without a value it was not run."""
-    values: Row = dict.fromkeys(COLUMNS, "")
+    value = "" if ours is None else f"{ours:.6g}"
     status = "not-run" if ours is None else "ok" if ok else "failed"
-    return values | {
-        "bench": "pipeline",
-        "point": label,
-        "metric": metric,
-        "unit": unit,
-        "ours": "" if ours is None else f"{ours:.6g}",
-        "repeats": str(repeats),
-        "machine": _machine(),
-        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
-        "status": status,
-        "note": note,
-    }
+    said = {"repeats": repeats, "machine": _machine(), "status": status, "note": note}
+    return any_row("pipeline", label, metric, unit, ours=value, **said)
 
 
 def _machine() -> str:
     gpu = f", {torch.cuda.device_count()} {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{os.cpu_count()} cores {platform.machine()}{gpu}"
+    return cores() + gpu
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
@@ -268,24 +253,9 @@ SECTION = {
 }
 
 
-def read(path: Path | None) -> list[Row]:
-    """The rows of the CSV, if it is there."""
-    if path is None or not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def kept(rows_before: Sequence[Row], made: set[str]) -> list[Row]:
     """Rows that belong to sections which were not made anew."""
     return [line for line in rows_before if SECTION[line["metric"].split()[0]] not in made]
-
-
-def write(path: Path, table: Sequence[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
 
 
 def main() -> int:
@@ -299,7 +269,7 @@ def main() -> int:
     torch.set_num_threads(1)
     table, made = [], set()
     target = options.output or (None if options.quick else ROOT / "docs/results/pipeline.csv")
-    before = read(target)
+    before = [] if target is None else read(target)
     for section, found in rows(options):
         made.add(section)
         table.append(found)

@@ -12,7 +12,6 @@ loops), and of the elements of all parameters that forward uses. Asked for are 9
 from __future__ import annotations
 
 import argparse
-import csv
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,13 +41,10 @@ from snnpart.passes.decide.placement import DecidePlacement  # noqa: E402
 from snnpart.passes.rewrite.shard_channels import local_tensors  # noqa: E402
 from tests.distributed.jobs import layout  # noqa: E402
 from tests.zoo import ZOO, Model  # noqa: E402
+from tools.bench.rows import Row, row, write  # noqa: E402
 from tools.zoo.catalogue import ZOO as PUBLIC  # noqa: E402
 from tools.zoo.catalogue import Entry  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 LEAST_FLOPS, LEAST_PARAMETERS = 0.95, 0.90
 _CELL = "the matrix is inside a recurrent cell, which feeds its spikes back at every step: a collective a step"
 _LSNN = "Norse's cells hold all their matrices themselves, the feedback of the spikes among them"
@@ -125,7 +121,7 @@ def _place(node: fx.Node) -> str:
     return "a time loop" if isinstance(node.target, Loop) else path_of(node) or kinds.name_of(node)
 
 
-def rows(name: str, found: Share) -> Iterator[dict[str, Any]]:
+def rows(name: str, found: Share) -> Iterator[Row]:
     """The two rows of a network."""
     for metric, value, least in (
         ("flops of products with a weight that are shared", found.flops, LEAST_FLOPS),
@@ -136,28 +132,15 @@ def rows(name: str, found: Share) -> Iterator[dict[str, Any]]:
         yield _row(name, metric, f"{100 * value:.2f}", "ok" if good else "failed", note)
 
 
-def refused(name: str, error: SnnpartError) -> dict[str, Any]:
+def refused(name: str, error: SnnpartError) -> Row:
     """The row of a network that is not compiled at all."""
     return _row(name, "flops of products with a weight that are shared", "", "failed", f"refused: {error.what}")
 
 
-def _row(name: str, metric: str, ours: str, status: str, note: str) -> dict[str, Any]:
-    return {
-        "bench": "sharded",
-        "point": f"{name}, tp=2, shard=max",
-        "metric": metric,
-        "unit": "%",
-        "peer_name": "",
-        "peer": "",
-        "ours": ours,
-        "ratio": "",
-        "repeats": 1,
-        "spread": 0,
-        "machine": platform.machine(),
-        "versions": f"torch {torch.__version__}",
-        "status": status,
-        "note": note,
-    }
+def _row(name: str, metric: str, ours: str, status: str, note: str) -> Row:
+    """Flops and elements are counted: they are the same on any machine."""
+    said = {"machine": platform.machine(), "versions": f"torch {torch.__version__}", "spread": 0}
+    return row("sharded", f"{name}, tp=2, shard=max", metric, "%", ours=ours, status=status, note=note, **said)
 
 
 def main() -> int:
@@ -182,10 +165,7 @@ def main() -> int:
         for place, part in found.whole.items() if options.only or not found.enough else ():
             print(f"    whole: {place}, {part:.1%}")
     if target is not None:
-        with target.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
+        write(target, table)
     return 0
 
 

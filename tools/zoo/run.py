@@ -14,9 +14,7 @@ Everything else must be a refusal that names module and trait.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,14 +27,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from tests.distributed.pool import Pool  # noqa: E402
+from tools.bench import rows as results  # noqa: E402
+from tools.bench.rows import Row, write  # noqa: E402
 from tools.zoo import jobs  # noqa: E402
 from tools.zoo.catalogue import ZOO  # noqa: E402
 from tools.zoo.check import TOPOLOGIES, Outcome, check  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 OUTPUT = ROOT / "docs/results/zoo.csv"
 COVERING = ("B01-ADD", "B05", "B08", "B09-vgg", "B10-dense", "B12-snn", "B15-hidden", "B16-regression", "B17-cifar")
 """Networks that run on process groups with tp and pp too."""
@@ -63,37 +59,23 @@ def points(names: list[str], pool: Pool | None) -> Iterator[tuple[str, str, Outc
             yield name, f"processes {label}", jobs.check(pool, name, **topology)
 
 
-def row(name: str, topology: str, outcome: Outcome) -> dict[str, Any]:
+def row(name: str, topology: str, outcome: Outcome) -> Row:
     """A line of the table: the largest difference from one process, or the refusal."""
-    good = outcome.verdict in ("equal", "refused")
     note = ZOO[name].traits if outcome.verdict == "equal" else outcome.note
     cut = "" if outcome.sharded is None else f"; {100 * outcome.sharded:.0f}% of the parameters sharded"
-    return {
-        "bench": "zoo",
-        "point": f"{name} {topology}",
-        "metric": "difference" if outcome.verdict in ("equal", "differs") else outcome.verdict,
-        "unit": "relative",
-        "peer_name": "one process",
-        "peer": "",
-        "ours": "" if outcome.difference is None else f"{outcome.difference:.2g}",
-        "ratio": "",
-        "repeats": 1,
-        "spread": "",
-        "machine": f"{os.cpu_count()} cores {platform.machine()}",
-        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
-        "status": "ok" if good else "failed",
-        "note": note + cut,
-    }
+    return results.row(
+        "zoo",
+        f"{name} {topology}",
+        "difference" if outcome.verdict in ("equal", "differs") else outcome.verdict,
+        "relative",
+        peer_name="one process",
+        ours="" if outcome.difference is None else f"{outcome.difference:.2g}",
+        status="ok" if outcome.verdict in ("equal", "refused") else "failed",
+        note=note + cut,
+    )
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: list[Row]) -> str:
     """The page beside the table: one line a network."""
     lines = []
     for name in dict.fromkeys(row["point"].split()[0] for row in rows):
@@ -156,7 +138,7 @@ def main() -> int:
             pool.close()
     path = given.output or (None if given.only or given.no_processes else OUTPUT)
     if path is not None:
-        write(rows, path)
+        write(path, rows)
         path.with_suffix(".md").write_text(page(rows))
     return int(any(row["status"] == "failed" for row in rows))
 
