@@ -1,4 +1,4 @@
-"""Networks for the grid of schedules: those of the zoo at any batch, and one with two inputs."""
+"""Networks for the grid of schedules: those of the zoo at any batch, one with two inputs, and a chain of neurons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.cases import det, fill
+from tests.distributed.cases import CASES, det, fill
 from tests.distributed.jobs import without_dropout
 from tests.neurons import LIF
 from tests.zoo import ZOO, Model
@@ -37,17 +37,23 @@ class Joined(nn.Module):
 
 
 JOINED = Model(lambda: fill(Joined(), scale=0.9), ((2, 2, 5, 5), (2, 3)))
+CHAIN = Model(CASES["leaves"].model, ((2, 4),))
 NETS = {
     name: ZOO[name]
     for name in ("small_sew-m", "unet", "spikformer", "snntorch_leaky", "norse_sequential", "norse_lsnn", "recurrent")
     if name in ZOO
-} | {"two_inputs": JOINED}
+} | {"two_inputs": JOINED, "chain": CHAIN}
+MOST = {
+    "small_sew-m": 19, "unet": 13, "spikformer": 29, "snntorch_leaky": 6, "norse_sequential": 5, "norse_lsnn": 2,
+    "recurrent": 3, "two_inputs": 6, "chain": 9,
+}  # fmt: skip
+"""Into how many stages each can be cut; a test looks whether it is so."""
 
 
 def build(name: str) -> nn.Module:
     """The network in training mode, all its neuron layers firing, without random draws."""
     net = NETS[name]
-    module = net.factory().double().train() if net is JOINED else net.build()[0]
+    module = net.factory().double().train() if net in (JOINED, CHAIN) else net.build()[0]
     without_dropout(module)
     return module
 
@@ -57,6 +63,8 @@ def inputs(name: str, batch: int, seed: int) -> tuple[Tensor, ...]:
     net, dim = NETS[name], NETS[name].in_dims
     if net is JOINED:
         return det(batch, 2, 5, 5, k=0.4 + 0.1 * seed) * 2, det(batch, 3, k=0.7 + 0.1 * seed) * 2
+    if net is CHAIN:
+        return (det(batch, 4, k=0.7 + 0.1 * seed) * 2,)
     shapes = tuple((*shape[:dim], batch, *shape[dim + 1 :]) for shape in net.shapes)
     return replace(net, shapes=shapes).inputs(seed)
 

@@ -1,4 +1,4 @@
-"""Two steps of a network of the grid on real ranks."""
+"""Two steps of networks of the grid on real ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from tests.distributed.jobs import ramp
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def run_all(jobs: list[tuple[str, int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row of the grid after the other: network, samples and topology."""
+    results = []
+    for name, batch, topology in jobs:
+        try:
+            results.append(run(name, batch, **topology))
+        except Exception as error:
+            error.add_note(f"in {name}, {batch} samples, {topology}")
+            raise
+    return results
 
 
 def run(name: str, batch: int, steps: int = 2, **topology: Any) -> dict[str, Any]:
