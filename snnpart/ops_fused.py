@@ -26,9 +26,9 @@ from snnpart.errors import LaunchError
 from snnpart.facts import Value
 from snnpart.graph import output_node
 from snnpart.neuron_step import NeuronStep
-from snnpart.ops_time import Loop, Nested, batch_norm_steps
+from snnpart.ops_time import Loop, Nested, batch_norm_repeated, batch_norm_steps
 
-NORMS = (ops.batch_norm, ops.batch_norm_copies, batch_norm_steps)
+NORMS = (ops.batch_norm, ops.batch_norm_copies, batch_norm_steps, batch_norm_repeated)
 STEPS_APART = 16
 """Of more steps, each with statistics of its own, a kernel would have more sums than registers."""
 _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)

@@ -8,7 +8,7 @@ A neuron is fused if its step can be recorded and written as a kernel (`neuron_s
 
 - before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum, or
   `batch_norm_steps` of at most `STEPS_APART` steps; where the input is the same at each step, its expansion over the
-  steps, and `ops.batch_norm_copies`;
+  steps, and `ops.batch_norm_copies` or `batch_norm_repeated`;
 - the views between, if they merge or split [T, N];
 - behind it an addition of a value of the same shape, if nothing else reads the spikes.
 
@@ -33,7 +33,8 @@ from snnpart.graph import LeafInfo
 from snnpart.neuron_scan import leaf_number, start_number, step_of
 from snnpart.neuron_step import NeuronStep, StepError
 from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, scan_input, splits_time
-from snnpart.ops_time import Loop, batch_norm_steps, leaf_paths
+from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps, leaf_paths
+from snnpart.passes.rewrite.repeated_input import put_back, with_sequence
 
 NAME = "fuse-neurons"
 
@@ -48,13 +49,19 @@ def fuse_neurons(
     """
     stays: list[str] = []
     for scan in [node for node in graph.nodes if _is_scan(node, leaves)]:
+        own = with_sequence(scan)
         try:
-            _check_form(scan, leaves)
-            step = step_of(scan, {path: leaves[path].module for path in leaf_paths(scan)})
-            _check_parameters(scan, leaves, step)
-            _fuse(graph, _chain(scan), profile, state, step)
+            _check_form(own, leaves)
+            step = step_of(own, {path: leaves[path].module for path in leaf_paths(own)})
+            _check_parameters(own, leaves, step)
         except StepError as error:
             stays.append(f"{facts.place(scan)} is not fused: {error}")
+            if own is not scan:
+                put_back(scan, own)
+            continue
+        if own is not scan:
+            graph.erase_node(scan)
+        _fuse(graph, _chain(own), profile, state, step)
     return tuple(stays)
 
 
@@ -148,7 +155,8 @@ def _before(scan: fx.Node) -> list[fx.Node]:
         apart = _is_norm(node, batch_norm_steps) and node.args[9] == steps <= STEPS_APART
         return [node, *passed] if apart or _is_norm(node, ops.batch_norm) else []
     norm: Any = passed[0].args[0]
-    return [norm, *passed] if _is_norm(norm, ops.batch_norm_copies) and norm.args[9] == steps else passed
+    for_all = any(_is_norm(norm, kind) for kind in (ops.batch_norm_copies, batch_norm_repeated))
+    return [norm, *passed] if for_all and norm.args[9] == steps else passed
 
 
 def _expansion(node: fx.Node) -> list[fx.Node]:

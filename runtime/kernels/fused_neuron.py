@@ -115,6 +115,17 @@ class _Norm:
         return self.batch and self.kind is ops_time.batch_norm_steps
 
     @property
+    def updates(self) -> int:
+        """How often the layer is called, by its counter."""
+        return self.steps if self.kind in (ops_time.batch_norm_steps, ops_time.batch_norm_repeated) else 1
+
+    @property
+    def factor(self) -> float:
+        """How far the statistics of one call of the kernel move the running ones."""
+        calls = self.updates if self.kind is ops_time.batch_norm_repeated else 1
+        return float(1.0 - (1.0 - self.momentum) ** calls)
+
+    @property
     def copies(self) -> int:
         """How many equal x the running variance is unbiased over."""
         return self.steps if self.kind is ops.batch_norm_copies else 1
@@ -287,10 +298,10 @@ def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:
     if norm is None or not form.batch:
         return (None, None) if norm is None else (norm.running_mean, norm.running_var)
     if norm.training and norm.counter is not None:
-        norm.counter.add_(call.apart)
+        norm.counter.add_(norm.updates)
     tiles = call.tiles(call.x.numel() // call.apart, 1024, sums=True)
     tracked = (norm.running_mean, norm.running_var) if norm.training and call.over_ranks is None else (None, None)
-    mean, var = batch_stats(call.x, tiles, *tracked, norm.momentum, copies=norm.copies, steps=call.apart)
+    mean, var = batch_stats(call.x, tiles, *tracked, norm.factor, copies=norm.copies, steps=call.apart)
     return (mean, var) if call.over_ranks is None else _statistics_of_ranks(call, norm, mean, var)
 
 
@@ -299,8 +310,8 @@ def _statistics_of_ranks(call: _Call, norm: _Norm, mean: Tensor, var: Tensor) ->
     assert call.over_ranks is not None
     mean, var, call.numbers = shared_statistics.merged(mean, var, call.count, call.over_ranks)
     of_all = (call.numbers * norm.copies).to(var.dtype)
-    shared_statistics.track(norm.running_mean, mean, norm.momentum)
-    shared_statistics.track(norm.running_var, var * of_all / (of_all - 1).clamp(min=1), norm.momentum)
+    shared_statistics.track(norm.running_mean, mean, norm.factor)
+    shared_statistics.track(norm.running_var, var * of_all / (of_all - 1).clamp(min=1), norm.factor)
     return mean, var
 
 

@@ -58,6 +58,19 @@ def test_a_norm_inside_a_loop_is_taken_along_up_to_16_steps(steps: int, taken: b
     assert (parts(node.target.region).norm is not None) is taken  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_loop_that_is_shown_one_image_is_fused_and_reads_it_once(norm: bool) -> None:
+    (node,) = fused_in(compiled(Steps(Written(), norm=norm, still=True)))
+    found = parts(node.target.region)  # type: ignore[union-attr]
+    assert found.shared and (found.norm is not None) is norm
+
+
+def test_a_loop_that_is_shown_one_image_and_stays_is_left_as_it_was() -> None:
+    stays, plain = (compiled(Steps(Mixing(), still=True), fuse=fuse) for fuse in (True, False))
+    assert text.print_fx(stays.stages[0, 0].graph) == text.print_fx(plain.stages[0, 0].graph)
+    assert "is not fused: there is no kernel text for aten.mean" in stays.notices[0]
+
+
 def test_shared_statistics_are_fused_too() -> None:
     (node,) = fused_in(compiled(Block(lif()), batchnorm="sync"))
     assert parts(node.target.region).norm is not None  # type: ignore[union-attr]

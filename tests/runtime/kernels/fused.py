@@ -61,12 +61,15 @@ class Still(Block):
 
 
 class Steps(nn.Module):
-    """The same as a loop over time of a neuron that takes one step and is given its state."""
+    """The same as a loop over time of a neuron that takes one step and is given its state. `still`: it is shown the
+    first image at every step."""
 
-    def __init__(self, step: Callable[..., Any], *, channels: int = 5, states: int = 1, norm: bool = False) -> None:
+    def __init__(
+        self, step: Callable[..., Any], *, channels: int = 5, states: int = 1, norm: bool = False, still: bool = False
+    ) -> None:
         super().__init__()
         self.conv, self.step, self.states = nn.Conv2d(channels, channels, 3, padding=1), step, states
-        self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
+        self.norm, self.still = nn.BatchNorm2d(channels) if norm else nn.Identity(), still
         with torch.no_grad():
             if norm:
                 self.norm.weight.uniform_(0.8, 1.6)
@@ -77,9 +80,10 @@ class Steps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         state: tuple[Any, ...] = (None,) * self.states
-        made = []
+        made, first = [], x[0]
         for t in range(x.shape[0]):
-            spikes, *state = self.step(self.norm(self.conv(x[t])), *state)  # type: ignore[assignment]
+            shown = first if self.still else x[t]
+            spikes, *state = self.step(self.norm(self.conv(shown)), *state)  # type: ignore[assignment]
             made.append(spikes)
         return torch.stack(made)
 
@@ -159,6 +163,9 @@ def cases() -> dict[str, Case]:
         "each step's statistics, eval": Case(lambda: Steps(Written(), norm=True), training=False),
         "each of 9 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=9),
         "each of 17 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=17),
+        "still in a loop": Case(lambda: Steps(Written(), still=True)),
+        "still in a loop, norm": Case(lambda: Steps(Written(), norm=True, still=True), steps=9),
+        "still in a loop, norm, eval": Case(lambda: Steps(Written(), norm=True, still=True), training=False),
         "Leaky": Case(lambda: Steps(snn.Leaky(beta=0.9, learn_beta=True)), dtype=torch.float32),
         "Synaptic": Case(lambda: Steps(snn.Synaptic(alpha=0.8, beta=0.9), states=2), dtype=torch.float32),
         "Alpha": Case(lambda: Steps(snn.Alpha(alpha=0.9, beta=0.8), states=3), dtype=torch.float32),
