@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tools.bench.rows import COLUMNS
+
 pytest.importorskip("spikingjelly.activation_based.distributed")
 SCRIPT = Path(__file__).parents[2] / "tools/bench/tensor_parallel.py"
 
@@ -27,6 +29,6 @@ def test_both_sides_are_counted(bench: Any) -> None:
     """On images this small the class scores, which both send, weigh most; the full size meets the goals."""
     (point, tp), *_ = bench.points(quick=True)
     inference, training = (bench.measure(point, tp, mode) for mode in ("inference", "training"))
-    assert set(inference) == set(bench.COLUMNS)
+    assert set(inference) == set(COLUMNS)
     assert float(inference["ratio"]) > 7 and "all_gather" in inference["note"]
     assert float(training["ratio"]) > 1 / 0.6 and training["status"] == "ok"

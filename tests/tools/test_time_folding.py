@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tools.bench.rows import COLUMNS
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools/bench/time_folding.py"
 
@@ -30,7 +32,7 @@ def test_a_missed_limit_is_a_failed_row(bench: ModuleType) -> None:
     first, *_ = bench.loops(quick=False)
     for ours, status in ((0.5, "ok"), (0.7, "failed")):
         (row,) = bench.rows(bench.Measured(first, (1.0,) * 3, (ours,) * 3), "cpu", False, False)
-        assert tuple(row) == bench.COLUMNS
+        assert tuple(row) == COLUMNS
         assert row["status"] == status and row["note"].endswith("at least 1.6 wanted")
 
 
@@ -50,7 +52,7 @@ def test_rows_of_other_machines_stay(bench: ModuleType, tmp_path: Path, monkeypa
     first, *_ = bench.loops(quick=False)
     for machine in ("one", "two", "two"):
         monkeypatch.setattr(bench, "machine", lambda device, name=machine: name)
-        bench.write(bench.rows(bench.Measured(first, (1.0,), (0.5,)), "cpu", False, False), path)
+        bench.write(path, bench.rows(bench.Measured(first, (1.0,), (0.5,)), "cpu", False, False))
     with path.open() as file:
         assert [row["machine"] for row in csv.DictReader(file)] == ["one", "two"]
     assert "<svg" in bench.plot(path).read_text()

@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 from tensor_parallel_peer import TIMED, Point, our_bytes, peer_bytes, sew_resnet34, spikformer  # noqa: E402
 from tensor_parallel_plot import draw  # noqa: E402
-from tensor_parallel_rows import COLUMNS, RATE, merge, on_ranks, row  # noqa: E402
+from tensor_parallel_rows import RATE, merge, on_ranks, row  # noqa: E402
 
 from snnpart.compilation import Options, trace_model  # noqa: E402
 from snnpart.costs import default_profile  # noqa: E402
@@ -48,7 +48,6 @@ from snnpart.pass_manager import PassManager  # noqa: E402
 from snnpart.passes import ANALYZE, REWRITE  # noqa: E402
 from snnpart.passes.decide.placement import DecidePlacement  # noqa: E402
 
-__all__ = ["COLUMNS", "measure", "points"]
 LEAST = {"inference": 8.0, "training": 1 / 0.6}
 """How many times less is asked for."""
 PEER = "SpikingJelly builder"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -15,50 +13,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+import rows as results
+from rows import Row, read, versions, write
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 RANKS = 2
 RATE = "1gbit"
 ADDRESSES = ("10.221.0.1", "10.221.0.2")
 
 
-def row(point: str, metric: str, unit: str, ours: Any, **others: Any) -> dict[str, Any]:
+def row(point: str, metric: str, unit: str, ours: Any, **others: Any) -> Row:
     """One row of the table; numbers are written with five digits."""
-    values: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "repeats": 1, "spread": 0, "status": "ok", **others}
-    values |= {"bench": "tensor_parallel", "point": point, "metric": metric, "unit": unit, "ours": ours}
-    values.setdefault("machine", "")
-    values["machine"] = values["machine"] or f"{os.cpu_count()} cores {platform.machine()}"
-    values["versions"] = values["versions"] or versions()
-    return {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in values.items()}
+    said = {"spread": 0, "versions": versions("spikingjelly"), **others}
+    made = results.row("tensor_parallel", point, metric, unit, ours=ours, **said)
+    return {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in made.items()}
 
 
-def versions() -> str:
-    from importlib.metadata import version
-
-    return f"torch {torch.__version__}, spikingjelly {version('spikingjelly')}"
-
-
-def merge(path: Path, rows: Sequence[dict[str, Any]], missing: Sequence[dict[str, Any]]) -> None:
+def merge(path: Path, rows: Sequence[Row], missing: Sequence[Row]) -> None:
     """Write the rows into the CSV in the place of those with the same metrics from the same machine (and of rows not
     run); what is `missing` is added unless the CSV has it."""
-    old: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            old = list(csv.DictReader(file))
     new = {(found["metric"], found["machine"]) for found in rows}
     points = {(found["point"], found["metric"]) for found in rows}
+    old = read(path)
     kept = [r for r in old if (r["metric"], r["machine"]) not in new and (r["point"], r["metric"]) not in points]
     there = {(found["point"], found["metric"]) for found in (*kept, *rows)}
     table = [*kept, *rows, *(found for found in missing if (found["point"], found["metric"]) not in there)]
     order = list(dict.fromkeys(found["metric"] for found in table))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(table, key=lambda found: order.index(found["metric"])))
+    write(path, sorted(table, key=lambda found: order.index(found["metric"])))
 
 
 def on_ranks(script: Path, arguments: Sequence[str], *, throttled: bool = False, limit: float = 570.0) -> Any:

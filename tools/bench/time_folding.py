@@ -17,13 +17,11 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import os
-import platform
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,11 +37,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from time_folding_nets import Net, loops, statics  # noqa: E402
 
 from snnpart import ParallelProgram, parallelize  # noqa: E402
+from tools.bench import rows as results  # noqa: E402
+from tools.bench.rows import Row  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 KERNELS_RATIO = 2.0
 LOSSES_AGREE = 1e-3
 CAPTURED_AFTER = 5
@@ -214,7 +210,7 @@ def _short(name: str, most: int = 90) -> str:
     return plain if len(plain) <= most else plain[: most - 3] + "..."
 
 
-def rows(measured: Measured, device: str, quick: bool, hoisting: bool) -> list[dict[str, Any]]:
+def rows(measured: Measured, device: str, quick: bool, hoisting: bool) -> list[Row]:
     """The rows of a point: seconds, and on a GPU kernels."""
     peer_name = "snnpart, hoist=False" if hoisting else "eager loop"
     wanted = None if quick else measured.net.limits.get(device)
@@ -232,7 +228,7 @@ def rows(measured: Measured, device: str, quick: bool, hoisting: bool) -> list[d
 def _row(
     measured: Measured, device: str, metric: str, unit: str, peer_name: str, values: tuple[float, float], spread: str,
     wanted: float | None, agree: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> Row:  # fmt: skip
     ratio = values[0] / values[1]
     notes = [measured.note] if metric != "kernels" else []
     notes += [f"at least {wanted:g} wanted"] if wanted is not None else []
@@ -241,43 +237,32 @@ def _row(
         most = measured.kernels[1].most_common(8)
         notes.append("most launched: " + ", ".join(f"{_short(name)} {count} times" for name, count in most))
     notes += [] if agree else [f"losses differ: {measured.losses[0]:.6g} and {measured.losses[1]:.6g}"]
-    entry = {
-        "bench": "time_folding",
-        "point": measured.net.name,
-        "metric": metric,
-        "unit": unit,
-        "peer_name": peer_name,
-        "peer": f"{values[0]:.4g}",
-        "ours": f"{values[1]:.4g}",
-        "ratio": f"{ratio:.3f}",
-        "repeats": len(measured.ours),
-        "spread": spread,
-        "machine": machine(device),
-        "versions": f"torch {torch.__version__}, python {platform.python_version()}",
-        "status": "ok" if agree and (wanted is None or ratio >= wanted) else "failed",
-        "note": "; ".join(notes),
-    }
-    return {name: entry[name] for name in COLUMNS}
+    return results.row(
+        "time_folding",
+        measured.net.name,
+        metric,
+        unit,
+        peer_name=peer_name,
+        peer=f"{values[0]:.4g}",
+        ours=f"{values[1]:.4g}",
+        ratio=f"{ratio:.3f}",
+        repeats=len(measured.ours),
+        spread=spread,
+        machine=machine(device),
+        status="ok" if agree and (wanted is None or ratio >= wanted) else "failed",
+        note="; ".join(notes),
+    )
 
 
 def machine(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{torch.get_num_threads()} of {os.cpu_count()} cores {platform.machine()}"
+    return f"{torch.get_num_threads()} of {results.cores()}"
 
 
-def write(table: list[dict[str, Any]], path: Path) -> None:
+def write(path: Path, table: Sequence[Row]) -> None:
     """Write the table; rows of other points and machines that the file holds stay."""
-    kept: list[dict[str, Any]] = []
-    new = {(entry["machine"], entry["point"]) for entry in table}
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            kept = [entry for entry in csv.DictReader(file) if (entry["machine"], entry["point"]) not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*kept, *table])
+    results.write(path, results.replaced(results.read(path), table, lambda one: (one["machine"], one["point"])))
 
 
 def plot(path: Path) -> Path:
@@ -321,13 +306,13 @@ def main() -> int:
     if options.device == "cpu":
         nets = [(net, hoisting) for net, hoisting in nets if not net.gpu_only]
     output = options.output or (None if options.quick else ROOT / "docs/results/time_folding.csv")
-    table: list[dict[str, Any]] = []
+    table: list[Row] = []
     for net, hoisting in nets:
         measured = measure(net, options.device, 1 if options.quick else options.repeats, hoisting)
         table += rows(measured, options.device, options.quick, hoisting)
         print(f"{net.name}: {measured.ratio:.2f} ({measured.note})", flush=True)
         if output is not None:
-            write(table, output)
+            write(output, table)
     if output is not None:
         print(f"wrote {output} and {plot(output)}")
     missed = [f"{entry['point']} ({entry['metric']})" for entry in table if entry["status"] != "ok"]
