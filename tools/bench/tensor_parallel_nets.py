@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from snnpart.calibrate import Spike
+
 STEPS = 4
 
 
@@ -57,18 +59,6 @@ def spikformer() -> nn.Module:
     return Spikformer(T=STEPS, **sizes)
 
 
-class _Spike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (u,) = ctx.saved_tensors
-        return grads[0] / (1 + (2 * u).abs()) ** 2
-
-
 class Dense(nn.Module):
     """Wide linear layers with spikes between them: most of the time is weights."""
 
@@ -78,7 +68,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = _Spike.apply(layer(x) - 0.1)  # type: ignore[no-untyped-call]
+            x = Spike.apply(layer(x) - 0.1)  # type: ignore[no-untyped-call]
         return x
 
 
