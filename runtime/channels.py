@@ -8,6 +8,8 @@ now is always posted. What was sent is kept until it has left. Two stages of one
 There is one channel for each pair of ranks and direction (up the ranks, down the ranks), so that with NCCL a receive
 that waits never stands before a send.
 
+With `through_host` they travel over the CPU (`first_passes` says when and why), on the same way in the same order.
+
 Under autocast the dtype of a value is known when it is computed only. The first message of a kind is then preceded by
 the dtypes of its values, and nothing is posted ahead of it; both sides keep them (`WireTypes`).
 """
@@ -126,8 +128,9 @@ def receive_header(axis: Axis, source: int, count: int, device: torch.device) ->
 class Outbox:
     """Sends to one rank; tensors are kept until they have left."""
 
-    def __init__(self, axis: Axis, index: int) -> None:
-        self._axis, self._group, self._to = axis, axis.group, axis.ranks[index]
+    def __init__(self, axis: Axis, index: int, over: torch.device) -> None:
+        """`over`: the device from which values leave."""
+        self._axis, self._group, self._to, self._over = axis, axis.group, axis.ranks[index], over
         self._leaving: list[tuple[Any, Tensor]] = []
 
     def announce(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
@@ -140,7 +143,7 @@ class Outbox:
             self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
         for tensor in tensors:
             if tensor.numel():
-                wire = tensor.detach().contiguous()
+                wire = tensor.detach().contiguous().to(self._over)
                 self._leaving.append((dist.isend(wire, self._to, group=self._group), wire))
 
     def wait(self) -> None:
@@ -154,10 +157,17 @@ class Inbox:
     """Receives from one rank in a known order."""
 
     def __init__(
-        self, axis: Axis, index: int, messages: Sequence[Message], contents: Contents, device: torch.device
+        self,
+        axis: Axis,
+        index: int,
+        messages: Sequence[Message],
+        contents: Contents,
+        device: torch.device,
+        over: torch.device,
     ) -> None:
-        """`messages`: every message to come; `contents` says what it holds."""
-        self._axis, self._group, self._source, self._device = axis, axis.group, axis.ranks[index], device
+        """`messages`: every message to come; `contents` says what it holds; values arrive `over` a device."""
+        self._axis, self._group, self._source = axis, axis.group, axis.ranks[index]
+        self._device, self._over = device, over
         self._coming, self._contents = deque(messages), contents
         self._posted: list[tuple[Message, list[tuple[Any, Tensor, Spec]]]] = []
         self._early: dict[Message, list[Tensor]] = {}
@@ -171,7 +181,7 @@ class Inbox:
             for work, _, _ in works:
                 if work is not None:
                     work.wait()
-            self._early[found] = [spec.decode(wire) for _, wire, spec in works]
+            self._early[found] = [spec.decode(wire.to(self._device)) for _, wire, spec in works]
         return self._early.pop(message)
 
     def _post(self, ahead: bool) -> bool:
@@ -182,7 +192,7 @@ class Inbox:
             count = self._contents.count(message)
             self._contents.learn(message, receive_header(self._axis, self._source, count, self._device))
         specs = self._contents.specs(message)
-        wires = [spec.empty(self._device) for spec in specs]
+        wires = [spec.empty(self._over) for spec in specs]
         works = [dist.irecv(wire, self._source, group=self._group) if wire.numel() else None for wire in wires]
         self._posted.append((message, list(zip(works, wires, specs, strict=True))))
         return True
@@ -214,20 +224,29 @@ class Channels:
         plan: Plan,
         schedule: Mapping[int, Sequence[Action]],
         contents: Contents,
+        *,
+        through_host: bool = False,
     ) -> None:
         """`schedule`: the actions of every pipeline rank; `contents` says what a message into this rank holds."""
         self._plan, self._ranks, self._at = plan, ranks, ranks.axes["pp"].index
+        self._through_host = through_host
         self._here: dict[Message, list[Tensor]] = {}
         self._out: dict[int, Outbox] = {}
         self._in: dict[int, Inbox] = {}
         for rank, actions in schedule.items():
             coming = [message for message in self._sent(actions) if plan.rank_of(message.stage) == self._at]
             if rank != self._at and coming:
-                self._in[rank] = Inbox(self._axis(rank, self._at), rank, coming, contents, ranks.device)
+                axis = self._axis(rank, self._at)
+                self._in[rank] = Inbox(axis, rank, coming, contents, ranks.device, self._over(axis))
 
     def _sent(self, actions: Sequence[Action]) -> Iterator[Message]:
         messages = (message_of(action, self._plan.stage_count - 1) for action in actions)
         return (message for message in messages if message is not None)
+
+    def _over(self, axis: Axis) -> torch.device:
+        """The device between which values travel."""
+        device = self._ranks.device
+        return control_device(axis.group, device) if self._through_host and axis.group is not None else device
 
     def _axis(self, source: int, target: int) -> Axis:
         return self._ranks.axes[FORWARD if source < target else BACKWARD]
@@ -241,7 +260,8 @@ class Channels:
             self._here[message] = [x.detach() for x in tensors]
         else:
             if target not in self._out:
-                self._out[target] = Outbox(self._axis(self._at, target), target)
+                axis = self._axis(self._at, target)
+                self._out[target] = Outbox(axis, target, self._over(axis))
             if announce:
                 self._out[target].announce([spec.dtype for spec in specs], self._ranks.device)
             self._out[target].send([spec.encode(x) for spec, x in zip(specs, tensors, strict=True)])

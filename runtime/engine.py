@@ -22,6 +22,7 @@ from snnpart.runtime.carry import Carry
 from snnpart.runtime.channels import WireTypes
 from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers
+from snnpart.runtime.first_passes import FirstPasses
 from snnpart.runtime.gradients import PartialGradients
 from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import Merged
@@ -62,6 +63,7 @@ class Engine:
     broken: bool = False
     _collectives: GroupCollectives = field(init=False)
     _types: dict[bool, WireTypes] = field(init=False)
+    _first_passes: FirstPasses = field(init=False, default_factory=FirstPasses)
 
     def __post_init__(self) -> None:
         self._types = {seen: WireTypes(seen) for seen in (False, True)}
@@ -125,7 +127,10 @@ class Engine:
         """A pass over the microbatches, to be `run`."""
         plan, stage = self.compiled.plan, self.stage
         types = self._types[self.precision.dtype is not None]
-        return Pipeline(self.ranks, plan, stage, self.parallel, self.heartbeat, parts, self.precision, types, loss)
+        return Pipeline(
+            self.ranks, plan, stage, self.parallel, self.heartbeat, parts, self.precision, types, loss,
+            first=self._first_passes.next_is_first(parts, self.training),
+        )  # fmt: skip
 
     def run(self, pipeline: Pipeline) -> None:
         """Run all actions. After an error no gradient and no state is left; with several ranks messages may be under
@@ -162,13 +167,8 @@ class Engine:
         )
 
     def result(self, outputs: Sequence[Any], part: Part) -> Any:
-        """The user's structure of a microbatch's outputs; hand-written state that comes with them is kept."""
-        value = microbatch.structured(outputs, source_of(part))
-        if self.carry is None or self.carry.carrier is None:
-            return value
-        result, states = value
-        self.carry.keep_slots(part.number, states)
-        return result
+        """The user's structure of a microbatch's outputs."""
+        return microbatch.structured(outputs, source_of(part))
 
     def bad_inputs(self, parts: Sequence[Part]) -> Tensor:
         """A number [] on the device, above 0 if inputs of this rank hold NaN or Inf and somebody wants to know."""
@@ -188,5 +188,5 @@ class Engine:
 
 
 def source_of(part: Part) -> SpikeGraph:
-    """The network that a microbatch's graphs were lowered from."""
-    return next(iter(part.bound.values())).source
+    """The network that a microbatch's graphs were lowered from, with the outputs that the user knows."""
+    return next(iter(part.bound.values())).source.answers()

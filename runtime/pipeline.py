@@ -107,7 +107,7 @@ class Pipeline:
 
     `loss` turns (flat outputs, part) into the microbatch's loss on the last stage; None: forward only. `merged` takes
     its place where the loss is of all microbatches together. `check` looks whether what travels as bits may do so.
-    `types` are kept from pass to pass.
+    `types` are kept from pass to pass. `first`: one of the first passes of its kind (`first_passes`).
     """
 
     ranks: Ranks
@@ -121,6 +121,7 @@ class Pipeline:
     loss: Callable[[Sequence[Tensor], Part], Tensor] | None = None
     merged: Merged | None = None
     check: bool = False
+    first: bool = False
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     total: float | Tensor = 0.0
     _of_merged: list[list[Tensor | None]] | None = None
@@ -136,7 +137,8 @@ class Pipeline:
             rank: [a for a in actions if a.microbatch < len(self.parts) and a.kind in wanted]
             for rank, actions in schedule.items()
         }
-        self._channels = Channels(self.ranks, self.plan, cut, _Contents(self.parts, self.types))
+        contents = _Contents(self.parts, self.types)
+        self._channels = Channels(self.ranks, self.plan, cut, contents, through_host=self.first)
         actions = cut[self.ranks.axes["pp"].index]
         left = sum(action.kind in "BW" for action in actions)
         for action in actions:

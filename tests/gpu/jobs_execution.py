@@ -31,6 +31,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "pp2-gpipe": (2, {"pp": 2, "schedule": "gpipe", "microbatches": 2}),
     "pp2-1f1b": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 4}),
+    "pp2-deep": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 8, "fuse": True, "channels_last": True}),
     "pp2-interleaved": (2, {"pp": 2, "schedule": "interleaved-1f1b", "microbatches": 2}),
     "pp2-zbv": (2, {"pp": 2, "schedule": "zbv", "microbatches": 4}),
 }
