@@ -170,6 +170,8 @@ class EvaluationConfig(RunConfig):
     Args:
         artifact: a folder that `export` wrote; its model and weights are used.
         checkpoint: or a checkpoint of a training run.
+        weights: which of a checkpoint's: "average" (of `ema`) or "raw"; None: the average where it holds one, as
+            validation and export take it.
         split: "validation" or "train" part of the data.
         loss, loss_kwargs: as for training.
         log: folder for metrics.jsonl.
@@ -177,6 +179,7 @@ class EvaluationConfig(RunConfig):
 
     artifact: Path | None = None
     checkpoint: Path | None = None
+    weights: Literal["average", "raw"] | None = None
     split: Literal["validation", "train"] = "validation"
     loss: str | Callable[..., Any] = "cross_entropy"
     loss_kwargs: Kwargs = _table()
@@ -184,7 +187,7 @@ class EvaluationConfig(RunConfig):
 
     def check(self) -> None:
         super().check()
-        check_source(self.artifact, self.checkpoint, self.model)
+        check_source(self.artifact, self.checkpoint, self.model, self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +195,7 @@ class PredictionConfig(RunConfig):
     """What is predicted, and where it goes.
 
     Args:
-        artifact, checkpoint: where the weights are, as for evaluation.
+        artifact, checkpoint, weights: where the weights are, as for evaluation.
         split: "validation", "train", or "all" samples.
         output: the HDF5 file: `index`, `logits`, and `target` if `targets` is set.
         targets: also write the targets; otherwise they are not read.
@@ -202,19 +205,24 @@ class PredictionConfig(RunConfig):
     output: Path
     artifact: Path | None = None
     checkpoint: Path | None = None
+    weights: Literal["average", "raw"] | None = None
     split: Literal["validation", "train", "all"] = "validation"
     targets: bool = False
     resume: bool = True
 
     def check(self) -> None:
         super().check()
-        check_source(self.artifact, self.checkpoint, self.model)
+        check_source(self.artifact, self.checkpoint, self.model, self.weights)
 
 
-def check_source(artifact: Path | None, checkpoint: Path | None, model: Any) -> None:
+def check_source(artifact: Path | None, checkpoint: Path | None, model: Any, weights: str | None) -> None:
     """ConfigError unless exactly one place of the weights is given and a model is known."""
     if (artifact is None) == (checkpoint is None):
         raise ConfigError("give artifact or checkpoint: where the weights are", fix="one of them")
+    if artifact is not None and weights is not None:
+        raise ConfigError(
+            f"weights = {weights!r}, but an artifact holds one set of weights", fix="leave it out, or give a checkpoint"
+        )
     if checkpoint is not None and model is None:
         raise ConfigError("a checkpoint holds no model", fix="set model as for the training, or export an artifact")
     for path in (artifact, checkpoint):

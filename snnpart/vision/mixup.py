@@ -20,12 +20,12 @@ class Mixup:
     that the ranks of a pipeline and of a tp group, and a resumed run, draw the same."""
 
     alpha: float
-    classes: int
+    classes: int | None
 
     def __call__(self, batch: Batch, seed: tuple[int, int], rank: int, letters: str) -> tuple[Tensor, Any]:
         if not self.alpha:
             return batch.inputs, batch.targets
-        if batch.targets.is_floating_point() or batch.targets.dim() != 1:
+        if self.classes is None or batch.targets.is_floating_point() or batch.targets.dim() != 1:
             raise ConfigError("mixup needs targets that are class numbers", fix="set mixup_alpha = 0")
         rng = np.random.default_rng([abs(seed[0]), seed[1], rank, *batch.indices])
         share = float(rng.beta(self.alpha, self.alpha))

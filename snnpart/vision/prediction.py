@@ -24,6 +24,7 @@ from snnpart import __version__
 from snnpart.errors import ConfigError
 from snnpart.vision import build
 from snnpart.vision.config import PredictionConfig
+from snnpart.vision.evaluation import wide
 from snnpart.vision.logs import Log, Steps
 from snnpart.vision.session import Session, opened
 from snnpart.vision.weights import weights_of
@@ -168,7 +169,7 @@ class _Writer:
         self._file.flush()
 
     def append(self, index: Tensor, logits: Tensor, targets: Tensor) -> None:
-        rows = {INDEX: index, LOGITS: logits.float(), **({TARGET: targets} if self._targets else {})}
+        rows = {INDEX: index, LOGITS: wide(logits), **({TARGET: targets} if self._targets else {})}
         for name, values in rows.items():
             self._extend(name, values.numpy())
         self._file.flush()

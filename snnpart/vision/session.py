@@ -112,6 +112,7 @@ def opened(
     example = check_samples(Samples(data, layout_of(config), (config.seed, 0), skip, targets), name)
     network = build.make_model(config) if model is None else model
     program = parallelize(network, **compile_options(config, example))
+    check_scores(program.compiled)
     running: Any = program.launch(**{**launch_settings(config), **options})
     with running:
         yield Session(config, running, reader(running.compiled, config.readout, steps_of(config)))
@@ -207,10 +208,26 @@ def _time_dim(compiled: CompiledProgram) -> int | None:
     return None if role is None or role.merged else role.dim
 
 
-def class_count(compiled: CompiledProgram) -> int:
-    """The size of the last dim of the first output: how many classes there are scores for."""
+def _scores_shape(compiled: CompiledProgram) -> tuple[int, ...]:
     node = compiled.source.graph.output_node().args[0][0]  # type: ignore[index]
-    return int(facts.need(node, facts.Value).shape[-1])  # type: ignore[arg-type]
+    return tuple(int(size) for size in facts.need(node, facts.Value).shape)  # type: ignore[arg-type]
+
+
+def check_scores(compiled: CompiledProgram) -> None:
+    """ConfigError unless the first output has a row for each sample."""
+    if compiled.source.outputs[0].batch_dim is None:
+        shape = list(_scores_shape(compiled))
+        raise ConfigError(
+            f"the model's first output has shape {shape}, which does not grow with the batch",
+            where=compiled.source.name,
+            fix="let forward return the scores [N, classes] first; the loss is taken of them outside of the model",
+        )
+
+
+def class_count(compiled: CompiledProgram) -> int | None:
+    """How many classes there are scores for: the size of the first output's last dim; None: one number a sample."""
+    shape = _scores_shape(compiled)
+    return None if compiled.source.outputs[0].batch_dim == len(shape) - 1 else shape[-1]
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], place: str) -> None:

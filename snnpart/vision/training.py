@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnpart.errors import LaunchError
+from snnpart.errors import ConfigError, LaunchError
 from snnpart.runtime.checkpoint import Checkpointer, undisturbed
 from snnpart.vision import build
 from snnpart.vision.artifact import export, unusable
@@ -160,7 +160,8 @@ class Trainer:
     def _optimizer_step(self, batch: Batch) -> Tensor:
         """Forward, backward and update; the sum of the losses of the samples of all ranks."""
         inputs, targets = self._prepared(batch)
-        loss = self.running.train_step(inputs, targets, self._loss_of)
+        with one_row_told():
+            loss = self.running.train_step(inputs, targets, self._loss_of)
         total = loss.detach().to(torch.float64) * batch.together
         self.at.samples += batch.together
         self.at.step += 1
@@ -256,6 +257,21 @@ class Trainer:
         self.at = Position(extra["step"], extra["epoch"], extra["samples"], extra["loss"], dict(extra["metrics"]))
         if self.scheduler is not None and extra["scheduler"] is not None:
             self.scheduler.load_state_dict(extra["scheduler"])
+
+
+@contextmanager
+def one_row_told() -> Iterator[None]:
+    """Says what to change where a BatchNorm over [N, C] meets a batch of one row, which has no variance."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ConfigError(
+            f"a BatchNorm has no more than one value of each channel in this step: {error}",
+            fix="choose a batch_size that leaves each rank two samples or more in the last step of an epoch too, "
+            'fewer microbatches, or batchnorm = "full" or "sync"',
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from snnpart.errors import ConfigError
 from snnpart.runtime.checkpoint import read_model
@@ -31,10 +32,23 @@ def weights_of(config: C) -> tuple[C, nn.Module]:
         state, place = artifact.state_dict(), str(config.artifact)
     else:
         assert config.checkpoint is not None  # check_source
-        state, place = read_model(config.checkpoint), str(config.checkpoint)
+        state, place = _of_checkpoint(config.checkpoint, config.weights), str(config.checkpoint)
     model = build.make_model(config)
     load_weights(model, state, place)
     return config, model
+
+
+def _of_checkpoint(path: Path, weights: str | None) -> dict[str, Tensor]:
+    """The network's tensors; parameters as their exponential average where that is wanted, buffers as they are."""
+    raw = read_model(path)
+    average = read_model(path, "ema") if weights != "raw" else {}
+    if weights == "average" and not average:
+        raise ConfigError(
+            "the checkpoint holds no average of the weights",
+            where=str(path),
+            fix='train with ema, or set weights = "raw"',
+        )
+    return {**raw, **average}
 
 
 def _left_open(config: Any, artifact: Artifact) -> dict[str, Any]:

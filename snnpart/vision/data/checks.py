@@ -44,10 +44,10 @@ def check_labels(targets: Any, classes: int, indices: tuple[int, ...]) -> None:
         )
 
 
-def check_all_labels(data: Any, classes: int) -> None:
-    """`check_labels` of the whole data set where its targets lie in memory."""
+def check_all_labels(data: Any, classes: int | None) -> None:
+    """`check_labels` of the whole data set where its targets lie in memory; `classes` None: there are no classes."""
     targets = _held_targets(data)
-    if targets is not None:
+    if targets is not None and classes is not None:
         check_labels(targets, classes, tuple(range(len(targets))))
 
 

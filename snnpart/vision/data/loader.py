@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from snnpart.errors import ConfigError
+from snnpart.errors import ConfigError, LaunchError
 from snnpart.layout import BATCH, TIME
 from snnpart.vision.data.sampler import Share, Shares
 from snnpart.vision.data.sources import tensor_of
@@ -180,17 +180,50 @@ class _seeded:  # noqa: N801 - used as a context manager
 
 
 @dataclass(frozen=True)
+class _Told(Dataset[Any]):
+    """Samples, or the error of one that cannot be read: an error raised in a worker arrives as the text of its whole
+    traceback, one that is handed over arrives as itself."""
+
+    samples: Samples
+
+    def __getitem__(self, position: int) -> Any:
+        try:
+            return self.samples[position]
+        except ConfigError as error:
+            return error
+
+
+_Rows = tuple[Tensor, Any, tuple[int, ...], Tensor]
+
+
+@dataclass(frozen=True)
 class _Collate:
     layout: Layout
 
-    def __call__(self, rows: list[tuple[Tensor, Any, int, bool]]) -> tuple[Tensor, Any, tuple[int, ...], Tensor]:
+    def __call__(self, rows: list[Any]) -> _Rows | ConfigError:
+        for row in rows:
+            if isinstance(row, ConfigError):
+                return row
         xs, ys, indices, counted = zip(*rows, strict=True)
-        return self.layout.batch(xs, indices), _targets(ys), tuple(indices), torch.tensor(counted)
+        try:
+            return self.layout.batch(xs, indices), _targets(ys, indices), tuple(indices), torch.tensor(counted)
+        except ConfigError as error:
+            return error
 
 
-def _targets(rows: Sequence[Any]) -> Any:
-    """The targets as a batch; whole numbers of any width as int64, which torch's losses take class numbers in."""
-    found = default_collate(list(rows))
+def _targets(rows: Sequence[Any], indices: Sequence[int]) -> Any:
+    """The targets as a batch; whole numbers of any width as int64, which torch's losses take class numbers in.
+
+    Raises:
+        ConfigError: they cannot be stacked.
+    """
+    try:
+        found = default_collate(list(rows))
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"the targets of samples {list(indices)} cannot be in one batch: {error}",
+            fix="give all targets one type and size, or batch_size = 1",
+        ) from error
     if not isinstance(found, Tensor) or found.dtype.is_floating_point or found.dtype in (torch.bool, torch.complex64):
         return found
     return found.long()
@@ -222,7 +255,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         steps: list[Share] = list(self.shares)
         loader: DataLoader[Any] = DataLoader(
-            self.samples,
+            _Told(self.samples),
             batch_sampler=[list(step.indices) for step in steps],
             collate_fn=_Collate(self.layout),
             num_workers=self.workers,
@@ -230,5 +263,21 @@ class Loader:
             prefetch_factor=_PREFETCHED if self.workers else None,
             generator=torch.Generator(),
         )
-        for step, (x, y, indices, counted) in zip(steps, loader, strict=True):
+        for step, found in zip(steps, _surviving(loader), strict=True):
+            if isinstance(found, ConfigError):
+                raise found
+            x, y, indices, counted = found
             yield Batch(x, y, indices, counted & (torch.arange(len(counted)) < step.real), step.together)
+
+
+def _surviving(loader: DataLoader[Any]) -> Iterator[_Rows | ConfigError]:
+    """What the loader gives; that a worker ended is said without its traceback."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise LaunchError(
+            f"a process that loads data has ended: {str(error).splitlines()[0]}",
+            fix="give more memory (in a container also shared memory, --shm-size), or set workers = 0",
+        ) from error
