@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tools.bench import topology_table
+from tools.bench.rows import read
 from tools.bench.topology_language import language_cases, language_sweeps
 from tools.bench.topology_points import SECTIONS, SWEPT, Case, Settings, scaling, table, vision_sweep
 from tools.bench.topology_rows import NO_MEMORY, SLOWER, reasons, rows_of, shortened, value
 from tools.bench.topology_scaling import SHARE, with_scaling
 from tools.bench.topology_sweep import due, following, result, tried
-from tools.bench.vision_rows import MEMORY, NotMeasured, measure, read
+from tools.bench.vision_rows import MEMORY, NotMeasured, measure
 
 HERE = Settings()
 GIB = 2**30

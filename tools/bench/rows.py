@@ -60,12 +60,14 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write the rows as a CSV."""
+    """Write the rows as a CSV, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    scratch = path.with_suffix(".new")
+    with scratch.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    scratch.replace(path)
 
 
 def replaced(old: Sequence[Row], new: Sequence[Row], key: Callable[[Row], Hashable]) -> list[Row]:

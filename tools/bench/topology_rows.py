@@ -6,14 +6,14 @@ memory is a result of a sweep; with any other failure, or where the peer is fast
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.bench import rows as results
 from tools.bench.topology_points import PER_SECOND, Case
-from tools.bench.vision_rows import COLUMNS, MEMORY, machine, versions
+from tools.bench.vision_rows import MEMORY
 
 NAME = "topology_table"
 NO_MEMORY = "out of memory"
@@ -23,9 +23,21 @@ Results = Mapping[str, Sequence[Mapping[str, Any]] | str]
 
 def blank(case: Case, mode: str) -> dict[str, Any]:
     """A row without numbers."""
-    row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
-    row |= {"bench": NAME, "point": case.name, "metric": case.rate, "unit": PER_SECOND[case.rate]}
-    return row | {"peer_name": f"SpikingJelly {mode}", "machine": machine(), "versions": versions()}
+    said = {
+        "peer_name": f"SpikingJelly {mode}",
+        "machine": results.gpus(),
+        "versions": results.versions("spikingjelly"),
+    }
+    return results.row(
+        NAME,
+        case.name,
+        case.rate,
+        PER_SECOND[case.rate],
+        repeats="",
+        status="",
+        peer_name=f"SpikingJelly {mode}",
+        **here,
+    )
 
 
 def rows_of(case: Case, found: Results) -> list[dict[str, Any]]:
@@ -111,9 +123,4 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
         prefix, _, batch = point.rpartition(" ")
         return order.get(prefix, len(order)), int(batch.removeprefix("G=")) if batch.startswith("G=") else 10**9
 
-    scratch = path.with_suffix(".new")
-    with scratch.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=key))
-    scratch.replace(path)
+    results.write(path, sorted(rows, key=key))

@@ -27,6 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench.rows import read  # noqa: E402
 from tools.bench.topology_language import language_cases, language_sweeps  # noqa: E402
 from tools.bench.topology_plan import plan  # noqa: E402
 from tools.bench.topology_plot import plot  # noqa: E402
@@ -34,7 +35,7 @@ from tools.bench.topology_points import SECTIONS, Case, Settings, Sweep, scaling
 from tools.bench.topology_rows import NAME, Results, not_run, rows_of, write  # noqa: E402
 from tools.bench.topology_scaling import with_scaling  # noqa: E402
 from tools.bench.topology_sweep import due, result  # noqa: E402
-from tools.bench.vision_rows import command_of, in_turn, read, turns  # noqa: E402
+from tools.bench.vision_rows import command_of, in_turn, turns  # noqa: E402
 
 TARGET = ROOT / f"docs/results/{NAME}.csv"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,13 +18,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench import rows as results  # noqa: E402
+from tools.bench.rows import Row, gpus, read, versions, write  # noqa: E402
 from tools.bench.turn import Turns  # noqa: E402
 from tools.bench.vision_points import TOPOLOGIES, Point  # noqa: E402
 
-COLUMNS = (
-    "bench", "point", "metric", "unit", "peer_name", "peer", "ours", "ratio", "repeats", "spread", "machine",
-    "versions", "status", "note",
-)  # fmt: skip
 RATE, MEMORY = "images_per_second", "peak_memory_bytes"
 
 
@@ -145,11 +141,9 @@ def compared(
     }
 
 
-def blank(bench: Bench, point: Point, mode: str) -> dict[str, Any]:
-    values: dict[str, Any] = dict.fromkeys(COLUMNS, "")
-    values |= {"bench": bench.name, "point": point.name, "metric": RATE, "unit": "images/s"}
-    values |= {"peer_name": bench.peer.format(mode=mode), "machine": machine(), "versions": versions()}
-    return values
+def blank(bench: Bench, point: Point, mode: str) -> Row:
+    said = {"peer_name": bench.peer.format(mode=mode), "machine": gpus(), "versions": versions("spikingjelly")}
+    return results.row(bench.name, point.name, RATE, "images/s", repeats="", status="", **said)
 
 
 def not_run(bench: Bench, point: Point) -> list[dict[str, Any]]:
@@ -159,30 +153,10 @@ def not_run(bench: Bench, point: Point) -> list[dict[str, Any]]:
     return [{**blank(bench, point, mode), **empty} for mode, _ in point.least]
 
 
-def machine() -> str:
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
-    return f"{torch.cuda.device_count()} x {name}"
-
-
-def versions() -> str:
-    from importlib.metadata import version
-
-    return f"torch {torch.__version__}, spikingjelly {version('spikingjelly')}"
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def write(bench: Bench, path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def ordered(bench: Bench, rows: Sequence[Row]) -> list[Row]:
+    """The rows in the order of the benchmark's points."""
     order = {point.name: i for i, point in enumerate(bench.points())}
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: order.get(row["point"], len(order))))
+    return sorted(rows, key=lambda row: order.get(row["point"], len(order)))
 
 
 def plot(rows: Sequence[dict[str, Any]], target: Path) -> None:
@@ -266,5 +240,5 @@ def put(
         print("{point}: {metric} peer {peer} ours {ours} ratio {ratio} {status} {note}".format(**row), flush=True)
     kept = [row for row in rows if row["point"] != point.name] + found
     if target is not None:
-        write(bench, target, kept)
+        write(target, ordered(bench, kept))
     return kept
