@@ -23,21 +23,9 @@ Results = Mapping[str, Sequence[Mapping[str, Any]] | str]
 
 def blank(case: Case, mode: str) -> dict[str, Any]:
     """A row without numbers."""
-    said = {
-        "peer_name": f"SpikingJelly {mode}",
-        "machine": results.gpus(),
-        "versions": results.versions("spikingjelly"),
-    }
-    return results.row(
-        NAME,
-        case.name,
-        case.rate,
-        PER_SECOND[case.rate],
-        repeats="",
-        status="",
-        peer_name=f"SpikingJelly {mode}",
-        **here,
-    )
+    here = {"machine": results.gpus(), "versions": results.versions("spikingjelly")}
+    unknown = {"peer_name": f"SpikingJelly {mode}", "repeats": "", "status": ""}
+    return results.row(NAME, case.name, case.rate, PER_SECOND[case.rate], **unknown, **here)
 
 
 def rows_of(case: Case, found: Results) -> list[dict[str, Any]]:
