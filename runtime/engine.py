@@ -137,7 +137,7 @@ class Engine:
         way that nobody takes any more, and the program must be launched again."""
         try:
             with ops.use_collectives(self._collectives), shared_statistics.sharing(self._total()):
-                self.parallel.prepare()
+                self.parallel.prepare(self.precision.dtype)
                 pipeline.run(self.compiled.schedule)
         except BaseException:
             self.broken = self.ranks.mesh.size > 1

@@ -63,6 +63,7 @@ class Fsdp2(Alone):
         super().__init__(stage, axis)
         assert axis.group is not None
         self._reshard, self._last, self._next = reshard, False, 0
+        self._half: torch.dtype | None = None
         held = dict(stage.parameters())
         apart = {name for name, p in held.items() if _stays_whole(p, stage.slices[name].has_gradient)}
         self._apart = [held[name] for name in apart]
@@ -76,18 +77,33 @@ class Fsdp2(Alone):
         self._of_memory: dict[int, Unit] = {}
         for unit in self.units:
             for member in unit.members:
-                self._listen(unit, member.whole)
+                self._listen(unit, member, member.whole)
+                may = stage.slices[member.name].rounds and member.whole.dtype is torch.float32
+                member.rounds = may and not compat.has_gradient_hooks(member.whole)
         stage.sharded = {member.name: member.shard for unit in self.units for member in unit.members}
         stage.gathering = self
         for path in stage.leaves if reshard else ():
             self._watch_leaf(path)
 
-    def _listen(self, unit: Unit, parameter: nn.Parameter) -> None:
+    def _listen(self, unit: Unit, member: Member, parameter: nn.Parameter) -> None:
         self._of_memory[compat.storage_key(parameter)] = unit
-        parameter.register_post_accumulate_grad_hook(lambda _: self._arrived(unit))
+        parameter.register_post_accumulate_grad_hook(lambda _: self._arrived(unit, member))
+
+    def _round(self, unit: Unit, half: torch.dtype | None) -> None:
+        """Have the graph read rounded parameters where it may, or whole ones again; the unit has no memory now."""
+        unit.free()
+        unit.half = half
+        for member in unit.members:
+            if member.rounds:
+                read = member.whole if half is None else member.rounded(half)
+                path, _, last = self.stage.paths[member.name].rpartition(".")
+                setattr(self.stage.module.get_submodule(path), last, read)
+                if half is not None and compat.storage_key(read) not in self._of_memory:
+                    self._listen(unit, member, read)
 
     def mark(self, graph: fx.Graph, program: StageProgram) -> None:
         """Have a stage's graph begin and end units; one that it does not mention is begun at the start."""
+        self._check_rounded(program)
         mine = {unit.number for part in program.tensors if (unit := self._of_name.get(part.name)) is not None}
         begun: set[int] = set()
         for node in list(graph.nodes):
@@ -106,6 +122,16 @@ class Fsdp2(Alone):
         for number in sorted(mine - begun):
             with graph.inserting_before(first):
                 graph.call_function(self.begin, (number,))
+
+    def _check_rounded(self, program: StageProgram) -> None:
+        rounded = {member.name for member in self._members() if member.rounds}
+        odd = [part.name for part in program.tensors if part.name in rounded and not part.rounds]
+        if odd:
+            raise LaunchError(
+                f"{odd[:5]} are gathered in half precision under autocast, but one graph reads them whole",
+                where=self.stage.place,
+                fix='launch with precision="fp32", or use dp="ddp"',
+            )
 
     def _read_by(self, node: fx.Node) -> list[int]:
         names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -172,8 +198,12 @@ class Fsdp2(Alone):
         if numbers:
             self.stage.leaves[path].register_forward_hook(lambda _, __, result: self.watch(result, *numbers))
 
-    def prepare(self) -> None:
+    def prepare(self, half: torch.dtype | None) -> None:
         """Gather the first unit while the stage waits for its inputs."""
+        if half is not self._half:
+            self._half = half
+            for unit in self.units:
+                self._round(unit, half)
         for unit in self.units[:1]:
             unit.start()
 
@@ -185,7 +215,10 @@ class Fsdp2(Alone):
         for unit in self.units if self._reshard else ():
             unit.free()
 
-    def _arrived(self, unit: Unit) -> None:
+    def _arrived(self, unit: Unit, member: Member) -> None:
+        """A member's gradient is there; one in half precision is added up in that of the parameter."""
+        if member.narrow is not None:
+            member.keep()
         unit.waiting -= 1
         if unit.waiting == 0 and self._reshard:
             unit.free()

@@ -19,8 +19,8 @@ class Alone:
     def __init__(self, stage: Stage, axis: Axis) -> None:
         self.stage, self.axis = stage, axis
 
-    def prepare(self) -> None:
-        """Called before a pass over the microbatches."""
+    def prepare(self, half: torch.dtype | None) -> None:
+        """Called before a pass over the microbatches, under autocast to `half` or none."""
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
         """Backward of one microbatch; `last` when no other follows in this step."""

@@ -41,16 +41,26 @@ _ALIGNED = 16
 class Member:
     """A parameter of a unit: what the graph reads, and this rank's rows of it.
 
-    `narrow` takes the place of `whole` under autocast; `kept` are gradients of earlier microbatches that it left.
+    `narrow` takes the place of `whole` under autocast where it may (`rounds`); `kept` are gradients that it left.
     """
 
     name: str
     whole: nn.Parameter
     shard: nn.Parameter
-    narrow: nn.Parameter | None
     chunk: int
     start: int
+    rounds: bool = False
+    narrow: nn.Parameter | None = None
     kept: Tensor | None = None
+
+    def rounded(self, half: torch.dtype) -> nn.Parameter:
+        """What the graph reads under autocast to `half`; without memory."""
+        if self.narrow is None or self.narrow.dtype is not half:
+            like = self.whole
+            memory = torch.empty_strided(like.size(), like.stride(), dtype=half, device=like.device)
+            memory.untyped_storage().resize_(0)
+            self.narrow = nn.Parameter(memory)
+        return self.narrow
 
     @property
     def read(self) -> tuple[nn.Parameter, ...]:
@@ -123,9 +133,14 @@ class Unit:
         """Whether the parameters have memory."""
         return self._whole
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether a gather is under way."""
+        return self._work is not None
+
     def start(self) -> None:
         """Begin to gather the parameters, unless they are there or on their way."""
-        if self._whole or self._work is not None:
+        if self._whole or self.is_coming:
             return
         row = self._row()
         self._out = row.new_empty(self.axis.size * row.numel())
@@ -167,7 +182,7 @@ class Unit:
         """Each member with what the graph reads of it now and where its rows begin in a rank's wire, in bytes."""
         offset = 0
         for member in self.members:
-            read = member.narrow if self.half is not None and member.narrow is not None else member.whole
+            read = member.rounded(self.half) if self.half is not None and member.rounds else member.whole
             yield member, read, offset
             offset += aligned(member.chunk * read.element_size())
 
@@ -291,7 +306,7 @@ def make_unit(number: int, parameters: Sequence[tuple[str, nn.Parameter]], axis:
 
 def _cut(name: str, whole: nn.Parameter, chunk: int, start: int, held: Tensor, mesh: DeviceMesh) -> Member:
     """A member whose rows are in `held`."""
-    member = Member(name, whole, whole, None, chunk, start)
+    member = Member(name, whole, whole, chunk, start)
     first, last = member.pieces(mesh.size())[mesh.get_local_rank()]
     rows = rows_of(held, member)[: last - first]
     rows.copy_(whole.data.as_strided((whole.numel(),), (1,))[first:last])

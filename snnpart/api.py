@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from snnpart.errors import ConfigError, LaunchError, PlanError
 from snnpart.explain import Why
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims
+from snnpart.lazy import LazyProgram
 from snnpart.passes.decide.constraints import pins_for
 from snnpart.passes.decide.why import why
 from snnpart.plan import Plan
@@ -56,7 +57,7 @@ def parallelize(
     shard: Shard = "max",
     verify: Verify = "full",
     hoist: bool = True,
-    fuse: bool | None = None,
+    fuse: bool | str | None = None,
     neuron_dtype: str = "float32",
     numerics: str = "exact",
     channels_last: bool | None = None,
@@ -64,6 +65,8 @@ def parallelize(
     detach_every: int | None = None,
     state: str = "reset",
     memory: int | None = None,
+    fsdp_units: int | None = None,
+    fsdp_reshard: bool | Literal["auto"] = "auto",
     reset: Callable[[nn.Module], None] | None = None,
     profile: MachineProfile | None = None,
 ) -> ParallelProgram:
@@ -102,12 +105,16 @@ def parallelize(
             steps at a time where that is cheaper on this machine, or where a number k is given (docs/time.md).
         hoist: compute what is repeated over time (a static image through the stem) once.
         fuse, channels_last: one kernel for norm, neuron and addition; images with channels last (docs/kernels.md).
-            None: both where the model is on a GPU.
+            None: both where the model is on a GPU. fuse="auto": in the way that is fastest there.
         neuron_dtype: what a fused neuron rounds membranes to from step to step: "float32", "bfloat16", "float16".
         numerics: "fold": evaluations fold BatchNorm into the convolution or linear layer before it (docs/kernels.md);
             "exact": not.
         memory: bytes that one rank may take in a training step: parameters, gradients, two moments of an optimizer, and
             what backward needs of the microbatches in flight. Layers are shared and stages are cut so that it is kept.
+        fsdp_units: with dp="fsdp2", units of each stage in which parameters are gathered and gradients reduced (at most
+            one for each block or module); None: the fastest number.
+        fsdp_reshard: whether parameters are sharded again after forward and gathered once more for backward: less
+            memory, more messages. "auto": where the gathers are hidden behind computation.
         reset: resets the model's state, where snnpart cannot find out how.
         profile: the machine to predict times for; default `costs.default_profile()`.
 
@@ -161,6 +168,8 @@ def parallelize(
         detach_every=detach_every,
         state=state,
         memory=memory,
+        fsdp_units=fsdp_units,
+        fsdp_reshard=fsdp_reshard,
         reset=reset,
         profile=profile,
     )
@@ -314,11 +323,11 @@ class ParallelProgram:
     def _carrier(self) -> StateCarrier:
         """What compiles the network with hand-written state as inputs and outputs."""
 
-        def compile_model(inputs: Any, in_dims: Any, out_dims: Any, training: bool) -> CompiledProgram:
+        def compile_model(inputs: Any, in_dims: Any, out_dims: Any, training: bool, kept: int) -> CompiledProgram:
             verify: Verify = "off" if self.options.verify == "off" else "trace"
             places = {"input_layout": None, "in_dims": in_dims, "out_dims": out_dims, "time_steps": None}
             options = replace(self.options, verify=verify, **places)
-            return compile_program(self.model, inputs, options, self.plan, training=training, cut=False)[0]
+            return compile_program(self.model, inputs, options, self.plan, training=training, cut=False, kept=kept)[0]
 
         return StateCarrier(self.model, self.compiled.source, compile_model, self.options)
 
@@ -331,38 +340,6 @@ class ParallelProgram:
         options = replace(self.options, verify=verify, time_steps=steps_of(inputs, self.options))
         compiled, _ = compile_program(self.model, inputs, options, self.plan, training=training, cut=False)
         return compiled
-
-
-class LazyProgram:
-    """A launched program that waits for its first batch; afterwards it is the running program."""
-
-    def __init__(self, program: ParallelProgram, options: Mapping[str, Any]) -> None:
-        self._program, self._options = program, options
-        self._running: RunningProgram | None = None
-
-    def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Compile and launch at the first call; then `RunningProgram.train_step`."""
-        return self._start(inputs).train_step(inputs, targets, loss_fn, **options)
-
-    def eval_step(self, inputs: Any, targets: Any = None, loss_fn: Any = None, **options: Any) -> Any:
-        """Compile and launch at the first call; then `RunningProgram.eval_step`."""
-        return self._start(inputs).eval_step(inputs, targets, loss_fn, **options)
-
-    def _start(self, inputs: Any) -> RunningProgram:
-        if self._running is None:
-            self._program.compile(inputs)
-            self._running = self._program._launch(self._options)
-        return self._running
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if self._running is None:
-            raise LaunchError(
-                f"{name} is not there before the first batch: the program is compiled when it comes",
-                fix="give example_inputs= to parallelize to have it at once",
-            )
-        return getattr(self._running, name)
 
 
 class SavedProgram:

@@ -26,11 +26,13 @@ from snnpart.passes import ANALYZE, REWRITE
 from snnpart.passes.analyze.cost import AnalyzeCost
 from snnpart.passes.analyze.kernels import MeasuredTimes
 from snnpart.passes.decide import decide
+from snnpart.passes.decide.constraints import to_share
 from snnpart.passes.decide.microbatches import decide_microbatches
 from snnpart.passes.decide.rounds import decide_rounds, runs_in_rounds
 from snnpart.passes.lower import lower
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
+from snnpart.passes.rewrite.unfold_feedback import UnfoldFeedback
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.trace import trace
@@ -62,13 +64,15 @@ class Options:
     verify: Verify = "full"
     hoist: bool = True
     fold: bool | int = True
-    fuse: bool | None = None
+    fuse: bool | str | None = None
     neuron_dtype: str = "float32"
     numerics: str = "exact"
     channels_last: bool | None = None
     detach_every: int | None = None
     state: str = "reset"
     memory: int | None = None
+    fsdp_units: int | None = None
+    fsdp_reshard: bool | Literal["auto"] = "auto"
     reset: Callable[[nn.Module], None] | None = None
     profile: MachineProfile | None = None
 
@@ -82,13 +86,15 @@ class Options:
             )
         if self.state not in STATES:
             raise ConfigError(f"state={self.state!r} is not known", choices=STATES)
-        for name in ("time_steps", "microbatches", "detach_every", "memory"):
+        if self.fsdp_reshard not in (True, False, "auto"):
+            raise ConfigError(f"fsdp_reshard={self.fsdp_reshard!r} is not known", choices=(True, False, "auto"))
+        for name in ("time_steps", "microbatches", "detach_every", "memory", "fsdp_units"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r} is not a positive integer")
         Plan(
             tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0,
-            numerics=self.numerics, neuron_dtype=self.neuron_dtype,
+            numerics=self.numerics, neuron_dtype=self.neuron_dtype, fuse=self.fuse or False,
         )  # fmt: skip
 
 
@@ -100,10 +106,12 @@ def compile_program(
     *,
     training: bool | None = None,
     cut: bool = True,
+    kept: int = 0,
 ) -> tuple[CompiledProgram, gates.GateReport | None]:
     """Trace, analyse, decide and lower `model` for `inputs`; compare with the model as `options.verify` says.
 
     `cut=False`: the inputs are one microbatch, which is not cut again, so that it may be the only size that works.
+    `kept`: see `SpikeGraph`.
     """
     check_finite(inputs)
     settle_lazy(model, _one_step(inputs, options), options.reset)
@@ -112,13 +120,16 @@ def compile_program(
         options = replace(options, verify="off")
     profile = options.profile or default_profile()
     graph = trace_model(model, inputs, options, model.training if training is None else training)
+    graph.kept = kept
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
     left_out = {
         name
         for name, wanted in ((FoldTime.name, options.fold is not False), (HoistInvariant.name, options.hoist))
         if not wanted
     }
-    rewrites = [item for item in REWRITE if item.name not in left_out]
+    rewrites: list[Pass] = [item for item in REWRITE if item.name not in left_out]
+    if options.tp > 1:
+        rewrites.append(UnfoldFeedback(to_share(options.shard, None if plan is None else plan.shards)))
     records = PassManager((*rewrites, *analyses(profile))).run(graph)
     chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
@@ -133,6 +144,8 @@ def compile_program(
         stages_per_rank=options.stages_per_rank or 0,
         split_at=options.split_at,
         memory=options.memory or 0,
+        units=options.fsdp_units,
+        reshard=None if options.fsdp_reshard == "auto" else options.fsdp_reshard,
         pinned=plan,
         profile=profile,
         **sharding(options.shard),
@@ -185,8 +198,10 @@ def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str
 def _fold(graph: SpikeGraph, options: Options, decided: Plan, plan: Plan | None, profile: MachineProfile) -> int:
     """How many steps of the folded loop run at a time (0: all): as asked, else as the given plan has it where that fits
     this number of steps, else what costs least. The graph's notes say why."""
-    if plan is not None and plan.fold and options.fold is True:
-        options = replace(options, fold=plan.fold) if runs_in_rounds(graph, profile, decided) else options
+    if plan is not None:
+        wanted = plan.fold if plan.fold and options.fold is True else options.fold
+        fits = isinstance(wanted, bool) or runs_in_rounds(graph, profile, decided)
+        options = replace(options, fold=wanted if fits else True)
     on_gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
     together, why = decide_rounds(graph, replace(profile, cache=0.0) if on_gpu else profile, options.fold, decided)
     if why:

@@ -31,7 +31,8 @@ class TensorSlice:
     `dim` None means the whole tensor; otherwise the rank holds the intervals `pieces` of that dim. `partial_gradient`:
     after backward the gradient is this rank's part of a sum over tp and must be all-reduced. `channels_last`: the order
     in which a convolution's weight lies in memory. `stages`: those that hold a copy, where they are several; the
-    gradient is the sum of theirs, and the first one stands for the tensor where it is counted or written.
+    gradient is the sum of theirs, and the first one stands for the tensor where it is counted or written. `unit`: the
+    FSDP2 unit it is gathered in; `rounds`: under autocast all that is read of it is its numbers in half precision.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TensorSlice:
     partial_gradient: bool = False
     channels_last: bool = False
     unit: int | None = None
+    rounds: bool = False
     stages: tuple[int, ...] = ()
 
     @property
@@ -101,7 +103,8 @@ class Action:
 @dataclass(frozen=True, kw_only=True)
 class StageProgram:
     """What one (stage, tp rank) runs. `evaluation`: the graph of forwards in eval mode that want no gradient, of the
-    same form, where it is another one (norms folded into the layers before them)."""
+    same form, where it is another one (norms folded into the layers before them). `keeps`: which of the outputs that
+    stay where they are made (`SpikeGraph.kept`) this stage makes; they come after what it sends or answers."""
 
     stage: int
     tp_rank: int
@@ -115,6 +118,7 @@ class StageProgram:
     backward_us: float = 0.0
     footprint: Footprint = Footprint()
     evaluation: fx.Graph | None = None
+    keeps: tuple[int, ...] = ()
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:

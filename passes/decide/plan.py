@@ -17,6 +17,7 @@ from snnpart.passes.decide.parts import find_parts
 from snnpart.passes.decide.placement import DecidePlacement, Objective, shards_by_path
 from snnpart.passes.decide.stages import DecideStages, lookup
 from snnpart.passes.decide.tied import MADE_BY, copied_parameters
+from snnpart.passes.decide.units import Units, decide_units
 from snnpart.plan import Plan
 
 
@@ -35,10 +36,12 @@ def decide(
     profile: MachineProfile,
     objective: Objective = "max",
     shard: Mapping[str, str] | None = None,
+    units: int | None = None,
+    reshard: bool | None = None,
 ) -> Plan:
     """The plan for an analysed graph. `pinned` fixes what its `shards` and `stages` name; other fields are not read.
-    `memory`: bytes that one rank may take (0: no limit). `shard` are the user's constraints (see `constraints`);
-    `pinned` goes before them.
+    `memory`: bytes that one rank may take (0: no limit). `units`, `reshard`: see `decide_units`. `shard` are the user's
+    constraints (see `constraints`); `pinned` goes before them.
 
     The result depends on the arguments alone, never on the rank or on measurements, so that every rank can make it.
 
@@ -65,10 +68,15 @@ def decide(
     ).run(work)
     if MADE_BY in work.notes:
         graph.notes[MADE_BY] = work.notes[MADE_BY]
+    gathered = Units(pinned.units, pinned.reshard) if pinned else Units({}, False)
+    if dp == "fsdp2" and not gathered.units:
+        gathered = decide_units(work, profile, tp=tp, microbatches=microbatches, count=units, reshard=reshard)
     return Plan(
         tp=tp,
         pp=pp,
         dp=dp,
+        units=dict(gathered.units),
+        reshard=gathered.reshard,
         schedule=schedule,
         microbatches=microbatches,
         stages_per_rank=per_rank,

@@ -26,6 +26,7 @@ from snnpart.passes.decide.tied import MADE_BY
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
 from snnpart.passes.lower.kernels import Kernels
 from snnpart.passes.lower.rounds import take_rounds
+from snnpart.passes.lower.units import with_units
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
@@ -50,7 +51,7 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     for rank in range(plan.tp):
         same = twin(source, rank)
         if same not in cuts:
-            cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count)
+            cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count, source.kept)
             evaluations[same] = kernels.prepare([cut.graph for cut in cuts[same]])
         cuts[rank] = cuts[same]
         held = _tensors_of_stages(source, plan, cuts[rank])
@@ -62,7 +63,7 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
             program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
             programs[stage, rank] = replace(program, evaluation=evaluations[same][stage])
     notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
-    stages = take_rounds(programs, plan)
+    stages = with_units(take_rounds(programs, plan), plan)
     return CompiledProgram(source=source, plan=plan, stages=stages, schedule=schedule, notices=notices)
 
 
@@ -117,6 +118,7 @@ def _program(
         reads=cut.reads,
         receives=cut.receives,
         sends=cut.sends,
+        keeps=cut.keeps,
         tensors=slices,
         leaves={path: source.leaves[path] for path in cut.leaves},
         forward_us=sum(cost.forward_us for cost in costs),

@@ -1,0 +1,144 @@
+"""What the ranks do in the tests of FSDP2's units: steps with a log of what each unit does, and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from snnpart.api import parallelize
+from snnpart.errors import SnnpartError
+from snnpart.runtime.fsdp2 import Fsdp2
+from snnpart.runtime.unit import Unit
+from tests.distributed.cases import CASES, Aux, det, fill
+from tests.distributed.jobs import dp_share, launch_case
+from tests.distributed.jobs_launch import both_answers, first_answer, second_answer
+from tests.gpu import jobs_execution as images
+from tests.neurons import LIF
+
+
+def logged(name: str, *, steps: int = 2, evaluates: bool = False, **topology: Any) -> dict[str, Any]:
+    """What the units do in the last step: `start`, `gather` (where it was not whole), `free`, `reduce`, with their
+    numbers; the most bytes that were whole at a time, and those of all parameters."""
+    case, (running, _) = CASES[name], launch_case(name, learn=True, **topology)
+    parallel = running._engine.parallel
+    assert isinstance(parallel, Fsdp2)
+    x, y = case.batches()[0]
+    mine = dp_share(x, case.batch_dim, running.ranks), dp_share(y, case.target_dim, running.ranks)
+    loss = case.loss_fn(x.shape[case.batch_dim])
+    log = _Log(parallel)
+    for _ in range(steps):
+        log.clear()
+        running.eval_step(mine[0]) if evaluates else running.train_step(*mine, loss)
+    result = {"events": log.events, "most": log.most, "all": log.all, "units": [unit.number for unit in parallel.units]}
+    result["between"] = sum(map(_whole_bytes, parallel.units))
+    running.close()
+    return result
+
+
+class _Log:
+    """Notes the calls of one launched program's units."""
+
+    def __init__(self, parallel: Fsdp2) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.most = 0
+        self.all = sum(m.whole.numel() * m.whole.element_size() for unit in parallel.units for m in unit.members)
+        for unit in parallel.units:
+            for name in ("start", "gather", "free", "reduce"):
+                setattr(unit, name, self._noted(parallel, unit, name))
+
+    def _noted(self, parallel: Fsdp2, unit: Unit, name: str) -> Any:
+        inner = getattr(unit, name)
+
+        def call() -> None:
+            idle = {"start": unit.is_whole or unit.is_coming, "gather": unit.is_whole, "free": not unit.is_whole}
+            if not idle.get(name, False):
+                self.events.append((name, unit.number))
+            inner()
+            self.most = max(self.most, sum(map(_whole_bytes, parallel.units)))
+
+        return call
+
+    def clear(self) -> None:
+        self.events, self.most = [], 0
+
+
+def _whole_bytes(unit: Unit) -> int:
+    return sum(member.whole.untyped_storage().nbytes() for member in unit.members)
+
+
+def autocast(dp: str, precision: str, execution: str = "eager", **options: Any) -> dict[str, Any]:
+    """Steps of a network of images in half precision, and the bytes that a rank sends into the gathers of all units."""
+    (x, _), dropless = images.batch(0), images.make_net()
+    program = parallelize(
+        dropless, example_inputs=x[:8], input_layout="NCHW", time_steps=images.T, verify="off", dp=dp, **options
+    )
+    running = program.launch(
+        lambda params: torch.optim.AdamW(params, lr=2e-3), precision=precision, execution=execution, clip_grad_norm=1.0
+    )
+    losses = []
+    for number in range(3):
+        x, y = (part.tensor_split(2)[running.ranks.at.dp] for part in images.batch(number))
+        losses.append(float(running.train_step(x, y, images.loss_fn)))
+    result = {"losses": losses, "gradients": running.gradients(), "state": running.state_dict()}
+    parallel = running._engine.parallel
+    result["outputs"] = running.eval_step(x)
+    result["sent"] = sum(unit._row().numel() for unit in parallel.units) if isinstance(parallel, Fsdp2) else 0
+    running.close()
+    return result
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Linear(4, 6), LIF(vth=0.1), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.n(self.a(x)))
+        return out
+
+
+def hooked(where: str) -> Any:
+    """Hooks on what the user was given: `accumulate` counts calls and doubles the gradient, `gradient` is refused."""
+    program = parallelize(
+        fill(Hooked(), scale=0.9).double(), example_inputs=det(4, 4) * 2, verify="off", dp="fsdp2", microbatches=2
+    )
+    running = program.launch()
+    weight, calls = dict(running.named_parameters())["a.weight"], []
+
+    def double(parameter: Tensor) -> None:
+        calls.append(tuple(parameter.shape))
+        parameter.grad = parameter.grad * 2  # type: ignore[operator]
+
+    if where == "accumulate":
+        weight.register_post_accumulate_grad_hook(double)
+    elif where == "gradient":
+        weight.register_hook(lambda grad: grad)
+    x, y = det(8, 4) * 2, torch.arange(8) % 3
+    mine = slice(4 * running.ranks.at.dp, 4 * running.ranks.at.dp + 4)
+    try:
+        running.train_step(x[mine], y[mine], F.cross_entropy)
+        result: Any = calls, running.gradients()
+    except SnnpartError as error:
+        result = f"{type(error).__name__}: {error}"
+    running.close()
+    return result
+
+
+def unreached(units: int, reshard: bool) -> list[Any]:
+    """Losses that reach one of two answers, then both, then the other: gradients after each step."""
+    program = parallelize(
+        fill(Aux()), example_inputs=det(4, 4), verify="off", dp="fsdp2", fsdp_units=units, fsdp_reshard=reshard
+    )
+    running = program.launch()
+    found = []
+    for i, loss in enumerate((first_answer, both_answers, second_answer, first_answer)):
+        x, y = det(8, 4, k=0.3 + 0.1 * i), torch.arange(8) % 3
+        mine = slice(4 * running.ranks.at.dp, 4 * running.ranks.at.dp + 4)
+        running.zero_grad()
+        running.train_step(x[mine], y[mine], loss)
+        found.append(running.gradients())
+    running.close()
+    return found

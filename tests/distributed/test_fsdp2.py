@@ -1,0 +1,144 @@
+"""FSDP2's units on real ranks: equal to one process in float64, gathered ahead, reduced while backward runs, freed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.cases import Aux, det, fill, reset
+from tests.distributed.jobs_fsdp2 import Hooked
+from tests.distributed.jobs_launch import both_answers, first_answer, second_answer
+from tests.distributed.pool import Pool
+from tests.distributed.reference import OneProcess, assert_same
+from tests.distributed.test_cases import check, name_of
+
+JOBS = "tests.distributed.jobs_fsdp2:"
+KEPT, AGAIN = ({"dp": "fsdp2", "fsdp_units": 3, "fsdp_reshard": again} for again in (False, True))
+KEPT9, AGAIN9 = ({**how, "fsdp_units": 9} for how in (KEPT, AGAIN))
+
+EQUAL: list[tuple[str, int, dict[str, Any]]] = [
+    ("norms", 2, {**KEPT, "microbatches": 2}),
+    ("norms", 2, {**AGAIN, "microbatches": 2}),
+    ("narrow", 3, AGAIN),
+    ("narrow", 2, {**KEPT, "fsdp_units": 9}),
+    ("mobile", 2, {**AGAIN, "fsdp_units": 9}),
+    ("tied", 2, AGAIN),
+    ("A12", 2, {**AGAIN, "fsdp_units": 9}),
+    ("A14", 2, AGAIN),
+    ("A28", 2, {**AGAIN, "microbatches": 2}),
+    ("still", 2, AGAIN),
+    ("norms", 4, {**AGAIN, "tp": 2, "microbatches": 2}),
+    ("narrow", 4, {**KEPT, "tp": 2}),
+    ("leaves", 4, {**AGAIN, "pp": 2, "microbatches": 3}),
+    ("leaves", 4, {**KEPT, "pp": 2, "microbatches": 3, "fsdp_units": 2}),
+    ("wide", 4, {**AGAIN, "pp": 2, "microbatches": 3, "schedule": "zbv", "fsdp_units": 2}),
+    ("wide", 4, {**KEPT, "pp": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "fsdp_units": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "how"), EQUAL, ids=name_of)
+def test_equal_to_one_process(pool: Pool, name: str, ranks: int, how: dict[str, Any]) -> None:
+    check(pool, name, ranks, how, learn=True)
+
+
+@pytest.mark.parametrize("how", [KEPT, AGAIN], ids=["kept", "again"])
+def test_gradients_accumulate_over_steps(pool: Pool, how: dict[str, Any]) -> None:
+    check(pool, "A28", 2, {**how, "microbatches": 2})
+
+
+def log_of(pool: Pool, **how: Any) -> dict[str, Any]:
+    """What happens in a step of "norms": the same on both ranks."""
+    first, second = pool.run(JOBS + "logged", ranks=2, name="norms", **how)
+    assert first == second
+    assert first["units"] == [0, 1, 2]
+    assert first["between"] == 0
+    found: dict[str, Any] = first
+    return found
+
+
+def test_the_next_unit_is_gathered_while_one_computes(pool: Pool) -> None:
+    """And freed after forward; the last one, with which backward begins, is not."""
+    events = log_of(pool, **AGAIN)["events"]
+    assert events[:7] == [
+        ("start", 0), ("gather", 0), ("start", 1), ("free", 0), ("gather", 1), ("start", 2), ("free", 1),
+    ]  # fmt: skip
+    assert events[7:] == [
+        ("gather", 2), ("start", 1), ("free", 2), ("reduce", 2), ("gather", 1), ("start", 0), ("free", 1), ("reduce", 1),
+        ("gather", 0), ("free", 0), ("reduce", 0),
+    ]  # fmt: skip
+
+
+def test_units_are_gathered_once_a_step_where_they_stay(pool: Pool) -> None:
+    events = log_of(pool, **KEPT, microbatches=3)["events"]
+    assert [event for event in events if event[0] in ("start", "gather")] == [
+        ("start", 0), ("gather", 0), ("start", 1), ("gather", 1), ("start", 2), ("gather", 2),
+    ]  # fmt: skip
+    assert events[6:] == [("reduce", 2), ("reduce", 1), ("reduce", 0), ("free", 0), ("free", 1), ("free", 2)]
+
+
+def test_an_evaluation_frees_each_unit(pool: Pool) -> None:
+    found = log_of(pool, **AGAIN, evaluates=True)
+    assert [event for event in found["events"] if event[0] == "free"] == [("free", 0), ("free", 1), ("free", 2)]
+    assert not [event for event in found["events"] if event[0] == "reduce"]
+
+
+def test_two_units_are_whole_at_a_time(pool: Pool) -> None:
+    (many,), (kept,) = (pool.run(JOBS + "logged", ranks=2, name="mobile", **how)[:1] for how in (AGAIN9, KEPT9))
+    assert kept["most"] == kept["all"]
+    assert many["most"] < 0.7 * many["all"]
+
+
+@pytest.mark.parametrize("how", [KEPT, AGAIN], ids=["kept", "again"])
+@pytest.mark.parametrize("execution", ["cuda_graph", "compile"])
+def test_other_executions_are_eager_steps(pool: Pool, how: dict[str, Any], execution: str) -> None:
+    job = "tests.distributed.jobs_execution:train_case"
+    eager, other = (pool.run(job, ranks=2, name="norms", execution=e, **how) for e in ("eager", execution))
+    for want, got in zip(eager, other, strict=True):
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert_same(got["gradients"], want["gradients"])
+        assert_same(got["state"], want["state"])
+
+
+@pytest.mark.parametrize("how", [KEPT, AGAIN, {**AGAIN, "execution": "cuda_graph"}], ids=name_of)
+def test_what_autocast_rounds_is_gathered_rounded(pool: Pool, how: dict[str, Any]) -> None:
+    """Losses, gradients over two microbatches and outputs are those of DDP; weights of convolutions take half."""
+    job = {"ranks": 2, "precision": "bf16", "microbatches": 2}
+    ddp, fsdp = (pool.run(JOBS + "autocast", **job, **one) for one in ({"dp": "ddp"}, how))
+    whole = pool.run(JOBS + "autocast", **{**job, "precision": "fp32"}, **how)
+    for want, got, full in zip(ddp, fsdp, whole, strict=True):
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-6)
+        assert_same(got["gradients"], want["gradients"], 1e-5)
+        assert_same({"out": got["outputs"].float()}, {"out": want["outputs"].float()}, 1e-5)
+        assert got["sent"] < 0.6 * full["sent"]
+
+
+@pytest.mark.parametrize(("units", "reshard"), [(1, False), (3, False), (3, True)])
+def test_losses_that_reach_other_parameters(pool: Pool, units: int, reshard: bool) -> None:
+    """A parameter that no rank's loss reaches has no gradient, one that a later loss reaches has the right one."""
+    found = pool.run(JOBS + "unreached", ranks=2, units=units, reshard=reshard)
+    for i, loss in enumerate((first_answer, both_answers, second_answer, first_answer)):
+        one = OneProcess(fill(Aux()), reset=reset)
+        x, y = det(8, 4, k=0.3 + 0.1 * i), torch.arange(8) % 3
+        one.train_step([(x[:4], y[:4]), (x[4:], y[4:])], loss)
+        for gradients in found:
+            assert_same(gradients[i], one.gradients())
+
+
+def test_hooks_after_accumulation_run_once_a_step(pool: Pool) -> None:
+    one = OneProcess(fill(Hooked(), scale=0.9), reset=reset, microbatches=2)
+    x, y = det(8, 4) * 2, torch.arange(8) % 3
+    one.train_step([(x[:4], y[:4]), (x[4:], y[4:])], F.cross_entropy)
+    wanted = one.gradients()
+    wanted["a.weight"] *= 2
+    for calls, gradients in pool.run(JOBS + "hooked", ranks=2, where="accumulate"):
+        assert calls == [(6, 4)]
+        assert_same(gradients, wanted)
+
+
+def test_gradient_hooks_on_shards_are_refused(pool: Pool) -> None:
+    for text in pool.run(JOBS + "hooked", ranks=2, where="gradient"):
+        assert text.startswith("LaunchError: a hook was registered on 'a.weight'")
+        assert "register_post_accumulate_grad_hook" in text
