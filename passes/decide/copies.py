@@ -51,12 +51,12 @@ def best_copies(options: DecideStages, graph: SpikeGraph) -> tuple[str, ...]:
         raise other or refusal or PlanError("no cut can be made", where=graph.name)
     if best is None or not best.stages:
         return ()
-    best = _fewest(options, graph, best)
-    if not best.stages:
+    fewest = _fewest(options, graph, best)
+    if together is not None and (not fewest.stages or fewest.step_us >= together.step_us):
+        graph.notes[MADE_BY] = _why_not(best, together)
         return ()
-    pays = together is None or best.step_us < together.step_us
-    graph.notes[MADE_BY] = _why_apart(graph, best, together) if pays or together is None else _why_not(best, together)
-    return tuple(best.stages) if pays else ()
+    graph.notes[MADE_BY] = _why_apart(graph, fewest, together)
+    return tuple(fewest.stages)
 
 
 def _try(options: DecideStages, graph: SpikeGraph, names: Collection[str]) -> tuple[_Way | None, PlanError | None]:

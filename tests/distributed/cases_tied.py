@@ -29,8 +29,18 @@ class LanguageModel(nn.Module):
         for up, fire, down in zip(self.up, self.fire, self.down, strict=True):
             spikes = torch.stack([fire(step) for step in up(x).unbind(1)], 1)
             x = x + down(spikes)
-        out: Tensor = self.head(self.norm(x))
+        return self.logits(self.norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x)
         return out
+
+
+class Transposed(LanguageModel):
+    """The logits come from the transposed matrix, without a module of their own."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x @ self.emb.weight.t() + self.head.bias
 
 
 class Shared(nn.Module):
