@@ -39,7 +39,7 @@ class Net(nn.Module):
             spikes = self.neuron.apply(v - 0.5)
             spikes = self.neuron.apply(self.norm2(self.conv2(spikes)) - 0.5) + spikes
             total = total + self.head(spikes.flatten(1))
-        return total
+        return total  # type: ignore[return-value]
 
 
 class Branch(nn.Module):

@@ -58,9 +58,8 @@ def test_names_of_libraries_are_known(name: str) -> None:
 
 def test_our_own_kernels_are_known_by_the_names_they_are_written_with() -> None:
     x, _ = gpu.batch(0)
-    options = {"input_layout": "NCHW", "time_steps": 2, "verify": "off", "fuse": True}
-    compiled = parallelize(gpu.make_net(), example_inputs=x, **options).compiled
-    fused = next(n.target for n in compiled.stages[0, 0].graph.nodes if isinstance(n.target, FusedNeuron))
+    program = parallelize(gpu.make_net(), example_inputs=x, input_layout="NCHW", time_steps=2, verify="off", fuse=True)
+    fused = next(n.target for n in program.compiled.stages[0, 0].graph.nodes if isinstance(n.target, FusedNeuron))
     step: Any = fused.recorded
     form = Form(fused.steps, True, True, True, False, (False,) * len(step.parameters), (True,) * len(step.parameters))
     forward, backward = forward_source(step, form), backward_source(step, form, write=True, reduce=True)

@@ -30,7 +30,7 @@ class Digits(nn.Module):
             spikes = Spike.apply(w - 1.0)
             w = w * (1 - spikes.detach())
             total = total + self.head(spikes.flatten(1))
-        return total / self.steps
+        return total / self.steps  # type: ignore[return-value]
 
 
 class Plain(nn.Module):
@@ -49,7 +49,7 @@ class Plain(nn.Module):
             spikes = Spike.apply(v - 0.3)
             v = v * (1 - spikes.detach())
             total = total + self.head(self.drop(spikes.flatten(1)))
-        return total
+        return total  # type: ignore[return-value]
 
 
 class NoNumber(nn.Module):

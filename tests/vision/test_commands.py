@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import h5py
@@ -44,7 +45,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 def test_the_example_reads_back(cls: type) -> None:
     text = example(cls)
     data = tomllib.loads(text)
-    assert data["model"] == "sew_resnet18" and set(data) <= set(cls.__dataclass_fields__)
+    assert data["model"] == "sew_resnet18" and set(data) <= {field.name for field in fields(cls)}
     uncommented = "\n".join(line.removeprefix("# ") if line.endswith("= 32") else line for line in text.splitlines())
     assert tomllib.loads(uncommented)["batch_size"] == 32
 

@@ -54,7 +54,7 @@ def test_an_interrupted_prediction_goes_on(
             **{**options, "output": tmp_path / "whole.h5", "dataset": "tests.distributed.jobs_vision:waves"}
         )
     )
-    real, rows = _Writer.append, []
+    real, rows = _Writer.append, list[Tensor]()
 
     def dies(self: _Writer, index: Tensor, logits: Tensor, targets: Tensor) -> None:
         if len(rows) == 2:

@@ -91,7 +91,8 @@ def measure(asked: Asked, device: torch.device) -> Measured:
         channels_last=True,
     )
     adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
-    with program.launch(adamw, device=str(device), execution="auto", precision=asked.precision) as running:
+    launched: Any = program.launch(adamw, device=str(device), execution="auto", precision=asked.precision)
+    with launched as running:
         step = _steps(running, asked, pinned=device.type == "cuda")
         profiling.timed(step, device, asked.warm)
         seconds = tuple(profiling.timed(step, device, asked.steps) for _ in range(asked.repeats))

@@ -62,7 +62,7 @@ def by_hand(low: int) -> dict[str, tuple[float, float]]:
     """flops and bytes of each task of `Net`, activations of `low` bytes."""
     flops1, flops2, flops3 = 2 * ELEMENTS * 27, 2 * ELEMENTS * 9 * C, 2 * T * N * C * 5
     ins, outs = T * N * C, T * N * 5
-    tasks = {
+    tasks: dict[str, tuple[float, float]] = {
         "convolution": (flops1 + flops2, low * (IMAGES + W1 + W2 + 3 * ELEMENTS)),
         "convolution dgrad": (flops2, low * (2 * ELEMENTS + W2)),
         "convolution wgrad": (flops1 + flops2, low * (IMAGES + 3 * ELEMENTS) + 4 * (W1 + W2)),

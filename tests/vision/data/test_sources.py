@@ -44,7 +44,7 @@ def test_arrays(tmp_path: Path, suffix: str, with_validation: bool) -> None:
         arrays |= {"validation_inputs": x[:3], "validation_targets": y[:3]}
     path = tmp_path / f"data.{suffix}"
     if suffix == "npz":
-        np.savez(path, **arrays)
+        np.savez(path, **arrays)  # type: ignore[arg-type]
     else:
         with h5py.File(path, "w") as file:
             for name, array in arrays.items():
