@@ -22,6 +22,7 @@ from snnpart.errors import CheckpointError
 from snnpart.runtime.checkpoint import Checkpointer, folder
 from snnpart.runtime.running import RunningProgram
 from tests.distributed.cases import LIF, det, fill, reset
+from tests.distributed.cases_tied import LanguageModel
 
 SAMPLES = 12
 
@@ -63,10 +64,19 @@ def batch_of(name: str, step: int) -> tuple[Tensor, Tensor]:
     """The whole batch of a step, the same on every topology."""
     if name == "a17":
         return det(6, 4, k=0.7 + 0.1 * step), torch.tensor([0, 1, 2, 0, 1, 2])
+    if name == "tied":
+        return tuple((torch.arange(30) * 3 + i + step).reshape(6, 5) % 7 for i in range(2))  # type: ignore[return-value]
     return det(SAMPLES, 3, 2, 2, k=0.7 + 0.1 * step) * 2, torch.arange(SAMPLES) % 4
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {"a17": Perceptron, "odd": Odd}
+class Tied(LanguageModel):
+    """One matrix at both ends, classes in dim 1: tokens [N, 5] -> [N, 7, 5]."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x).transpose(1, 2)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {"a17": Perceptron, "odd": Odd, "tied": Tied}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.05),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

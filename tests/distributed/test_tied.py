@@ -2,33 +2,173 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from snnpart.api import parallelize
 from snnpart.plan import Plan
+from snnpart.runtime.checkpoint import read_model
+from tests.distributed.case import fill, reset
+from tests.distributed.cases_tied import TIED, LanguageModel
+from tests.distributed.jobs_tied import ROWS, TwoOutputs, early, late, sgd
 from tests.distributed.pool import Pool
+from tests.distributed.reference import OneProcess, assert_same
 from tests.distributed.test_cases import check, name_of
+from tests.distributed.test_checkpoint import MIXED, MIXED_FSDP, ONE, PP, save
+from tests.distributed.test_checkpoint import one_process as six_steps
 
+JOBS = "tests.distributed.jobs_tied:"
 ENDS = {"tied ends": ("emb.weight",), "shared conv": ("conv.bias", "conv.weight", "scale")}
+DEEP = {"ranks": 3, "pp": 3, "microbatches": 3}
 
 
-@pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize(
-    ("ranks", "how"),
+    ("name", "ranks", "how"),
     [
-        (2, {"pp": 2, "schedule": "gpipe", "microbatches": 1}),
-        (2, {"pp": 2, "schedule": "zbv", "microbatches": 3}),
-        (3, {"pp": 3, "schedule": "interleaved-zb", "microbatches": 3}),
-        (4, {"pp": 4, "schedule": "1f1b", "microbatches": 5}),
-        (4, {"pp": 2, "dp": "ddp", "schedule": "1f1b", "microbatches": 2}),
-        (4, {"pp": 2, "dp": "fsdp2", "schedule": "interleaved-1f1b", "microbatches": 2}),
-        (4, {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 2}),
+        ("tied ends", 2, {"pp": 2, "schedule": "gpipe", "microbatches": 1}),
+        ("shared conv", 2, {"pp": 2, "schedule": "zbv", "microbatches": 3}),
+        ("tied ends", 3, {"pp": 3, "schedule": "interleaved-zb", "microbatches": 3}),
+        ("shared conv", 3, {"pp": 3, "schedule": "1f1b", "microbatches": 4}),
+        ("tied ends", 4, {"pp": 4, "schedule": "1f1b", "microbatches": 5}),
+        ("tied ends", 4, {"pp": 4, "schedule": "zbv", "microbatches": 2}),
+        ("shared conv", 4, {"pp": 2, "dp": "ddp", "schedule": "1f1b", "microbatches": 2}),
+        ("tied ends", 4, {"pp": 2, "dp": "ddp", "schedule": "interleaved-zb", "microbatches": 2}),
+        ("tied ends", 4, {"pp": 2, "dp": "fsdp2", "schedule": "1f1b", "microbatches": 2}),
+        ("shared conv", 4, {"pp": 2, "dp": "fsdp2", "schedule": "interleaved-1f1b", "microbatches": 2}),
+        ("tied ends", 4, {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 2}),
+        ("shared conv", 4, {"pp": 2, "tp": 2, "schedule": "interleaved-zb", "microbatches": 2}),
     ],
     ids=name_of,
 )
 def test_copies_take_the_steps_of_one_parameter(pool: Pool, name: str, ranks: int, how: dict[str, Any]) -> None:
-    """Two updates with clipping, whose norm counts each number once; the copies stay equal to the bit."""
+    """Two updates with clipping, whose norm counts each number once."""
     results = check(pool, name, ranks, how, learn=True, clip=0.05)
-    plan = Plan.from_json(results[0]["plan"])
-    assert plan.tied == ENDS[name]
+    assert Plan.from_json(results[0]["plan"]).tied == ENDS[name]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"])
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, {"pp": 2}), (3, {"pp": 3}), (4, {"pp": 4}), (4, {"pp": 2, "dp": "ddp"}), (4, {"pp": 2, "dp": "fsdp2"}),
+        (4, {"pp": 2, "tp": 2}),
+    ],
+    ids=name_of,
+)  # fmt: skip
+def test_every_schedule_everywhere(pool: Pool, name: str, ranks: int, how: dict[str, Any], schedule: str) -> None:
+    results = check(pool, name, ranks, {**how, "schedule": schedule, "microbatches": 4}, learn=True, clip=0.05)
+    assert Plan.from_json(results[0]["plan"]).tied == ENDS[name]
+
+
+def test_gradients_add_up_over_steps(pool: Pool) -> None:
+    """Without an optimizer: what earlier steps left is a sum already and is not summed again."""
+    check(pool, "tied ends", 3, {"pp": 3, "schedule": "gpipe", "microbatches": 2})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        DEEP,
+        {"ranks": 4, "pp": 2, "microbatches": 2},
+        {"ranks": 4, "pp": 2, "dp": "fsdp2", "microbatches": 2},
+        {"ranks": 4, "pp": 2, "tp": 2, "microbatches": 2, "schedule": "zbv"},
+    ],
+    ids=name_of,
+)
+@pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
+def test_copies_stay_equal_to_the_bit(pool: Pool, how: dict[str, Any], execution: str) -> None:
+    """Parameters and momentum after four steps, eager and static; losses, norm and state are one process's."""
+    results = pool.run(JOBS + "train", name="tied ends", execution=execution, **how)
+    case = TIED["tied ends"]
+    one = OneProcess(case.model(), microbatches=how["microbatches"], optimizer=sgd, clip=0.05, reset=reset)
+    dp = how["ranks"] // (how["pp"] * how.get("tp", 1))
+    losses = [
+        one.train_step(list(zip(x.tensor_split(dp), y.tensor_split(dp), strict=True)), case.loss_fn(len(x)))
+        for x, y in case.batches() * 2
+    ]
+    held: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+    for result in results:
+        assert result["tied"] == ("emb.weight",)
+        assert result["losses"] == pytest.approx(losses, abs=1e-9)
+        assert_same(result["state"], one.model.state_dict())
+        held.setdefault(result["at"], []).extend(result["copies"].values())
+    for first, *others in held.values():
+        assert len(others) == (0 if how.get("schedule") == "zbv" else 1)  # the ends of the V lie on one rank
+        assert len(first) == 2 and all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("order", [("early",), ("late", "early"), ("early", "early")])
+def test_a_loss_that_reaches_one_copy(pool: Pool, order: tuple[str, ...]) -> None:
+    one = OneProcess(fill(TwoOutputs(), scale=0.9), microbatches=2, reset=reset)
+    (x, y), _ = ROWS()
+    for name in order:
+        one.train_step([(x, y)], {"early": early, "late": late}[name])
+    for result in pool.run(JOBS + "reaches", ranks=2, order=order):
+        assert result["error"] == ""
+        wanted = one.gradients()  # earlier stages are sent zeros for what the loss does not reach
+        assert_same({name: result["gradients"].pop(name) for name in wanted}, wanted)
+        assert not any(grad.any() for grad in result["gradients"].values())
+
+
+CHECKPOINTS = "tests.distributed.jobs_checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "optimizer"),
+    [
+        (PP, MIXED_FSDP, "adam"),
+        (MIXED, ONE, "adamw"),
+        (ONE, PP, "sgd"),
+        ({"ranks": 4, "pp": 2, "dp": "fsdp2"}, PP, "adam"),
+    ],
+)
+def test_a_checkpoint_holds_it_once(
+    pool: Pool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], optimizer: str
+) -> None:
+    """Saving fails where two ranks write one number; both copies, their optimizer state too, go on from it."""
+    wanted, weights = six_steps("tied", optimizer)
+    first, second = save(pool, tmp_path, "tied", optimizer, **saved)
+    assert first + second == pytest.approx(wanted, rel=1e-9)
+    job = f"{CHECKPOINTS}:load_and_go_on"
+    for _, losses, held in pool.run(job, directory=str(tmp_path), net="tied", optimizer=optimizer, **loaded):
+        assert losses == pytest.approx(wanted[3:], rel=1e-9)
+        assert_same(held, weights)
+    assert_same(read_model(tmp_path / "step-00000003"), {k: v for k, v in weights.items() if k != "head.weight"})
+
+
+def one_step() -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and state of one step of a single process."""
+    one = OneProcess(fill(LanguageModel(), scale=0.9), microbatches=2, optimizer=sgd, reset=reset)
+    (x, y), _ = ROWS()
+    return one.train_step([(x, y)], TIED["tied ends"].loss_fn(len(x))), one.model.state_dict()
+
+
+def test_values_for_a_network_without_numbers(pool: Pool) -> None:
+    loss, state = one_step()
+    for result in pool.run(JOBS + "from_values", ranks=2, pp=2, microbatches=2):
+        assert result["tied"] == ("emb.weight",)
+        assert result["loss"] == pytest.approx(loss, abs=1e-9)
+        assert_same(result["state"], state)
+
+
+def test_a_program_on_disk(pool: Pool, tmp_path: Path) -> None:
+    (x, _), _ = ROWS()
+    program = parallelize(fill(LanguageModel(), scale=0.9), pp=2, example_inputs=x, microbatches=2, verify="off")
+    program.save(tmp_path / "program")
+    loss, state = one_step()
+    for result in pool.run(JOBS + "saved_program", ranks=2, folder=str(tmp_path / "program")):
+        assert result["loss"] == pytest.approx(loss, abs=1e-9)
+        assert_same(result["state"], state)
+
+
+def test_a_matrix_that_does_not_learn_is_not_exchanged(pool: Pool) -> None:
+    before = fill(LanguageModel(), scale=0.9).state_dict()
+    for result in pool.run(JOBS + "frozen", ranks=2):
+        assert result["tied"] == ("emb.weight",) and result["groups"] == 0
+        assert torch.equal(result["state"]["emb.weight"], before["emb.weight"])
+        assert not torch.equal(result["state"]["norm.weight"], before["norm.weight"])

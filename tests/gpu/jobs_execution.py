@@ -33,6 +33,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-1f1b": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 4}),
     "pp2-deep": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 8, "fuse": True, "channels_last": True}),
     "pp2-interleaved": (2, {"pp": 2, "schedule": "interleaved-1f1b", "microbatches": 2}),
+    "pp2-tied": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 4, "split_at": ["blocks.2"]}),
     "pp2-zbv": (2, {"pp": 2, "schedule": "zbv", "microbatches": 4}),
 }
 DEVICE = os.environ.get("CASE_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
@@ -69,9 +70,23 @@ class Net(nn.Module):
         return out
 
 
-def make_net(dropout: float = 0.0) -> Net:
+class Tied(Net):
+    """The first convolution of the first block is used again behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = LIF()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.n(self.b(self.c(x))))
+        x = x + self.last(self.blocks[0].c1(x))  # type: ignore[operator]
+        out: Tensor = self.h(x.mean((2, 3)))
+        return out
+
+
+def make_net(dropout: float = 0.0, tied: bool = False) -> Net:
     torch.manual_seed(0)
-    return Net(dropout)
+    return Tied() if tied else Net(dropout)
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -90,8 +105,14 @@ def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **optio
     x, _ = batch(0)
     share = BATCH // 2 if name in ("ddp2", "fsdp2") else BATCH
     program = parallelize(
-        make_net(dropout), example_inputs=x[:share], input_layout="NCHW", time_steps=T, verify="off", **topology
+        make_net(dropout, name == "pp2-tied"),
+        example_inputs=x[:share],
+        input_layout="NCHW",
+        time_steps=T,
+        verify="off",
+        **topology,
     )
+    assert (name == "pp2-tied") == bool(program.plan.tied)
     running = program.launch(
         lambda params: torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE != "cpu"),
         device=DEVICE,
