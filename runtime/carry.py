@@ -1,8 +1,8 @@
 """Neuron state that goes from one window to the next, kept for each microbatch apart.
 
 State of leaves is taken off the stage's modules after a microbatch's forward and put back before that microbatch's next
-one, on every rank for the leaves it has. Hand-written state comes with the outputs and goes in with the inputs; the
-outputs are on the last stage, so it needs a network of one stage.
+one, on every rank for the leaves it has. Hand-written state comes with a stage's results and goes in with the inputs,
+on the rank that makes it; the other ranks, which do not read it, have blanks of its size in its place.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from snnpart import facts
 from snnpart.errors import ConfigError, LaunchError
+from snnpart.facts import Value
 from snnpart.frameworks.carried import State, give_state, holds_state, restart, take_state
+from snnpart.graph import output_node
 from snnpart.program import CompiledProgram
 from snnpart.runtime.ranks import Ranks
-from snnpart.runtime.stage import Stage
+from snnpart.runtime.stage import BoundStage, Stage
 from snnpart.windows import Cut
 
 
@@ -48,16 +51,17 @@ class Carry:
                 where=f"network '{compiled.source.name}'",
                 fix="keep neuron state on the modules, or hand it in and out as inputs and outputs",
             )
-        if names and (compiled.plan.pp > 1 or carrier is None):
+        if names and carrier is None:
             raise ConfigError(
-                f"the state {names[:5]} of hand-written neurons is carried in a network of one stage only",
-                where=f"network '{compiled.source.name}', pp={compiled.plan.pp}",
-                fix="use pp=1 and a program that is not loaded from disk, or neuron layers of a framework",
+                f"the state {names[:5]} of hand-written neurons cannot be carried by a program loaded from disk",
+                where=f"network '{compiled.source.name}'",
+                fix="compile the network from its source, or use neuron layers of a framework",
             )
         self.carrier = carrier if names else None
         self._stage = stage
         self._leaves: dict[int, dict[str, State]] = {}
-        self._slots: dict[int, list[Tensor]] = {}
+        self._slots: dict[int, dict[int, Tensor]] = {}
+        self._forms: tuple[tuple[Value, int], ...] = ()
         self._sizes: dict[int, int] = {}
 
     def clear(self) -> None:
@@ -82,12 +86,27 @@ class Carry:
         return [self._sizes[number] for number in sorted(self._sizes)]
 
     def slots(self, number: int) -> list[Tensor]:
-        """The hand-written state of a microbatch; empty after a reset."""
-        return self._slots.get(number, [])
+        """The hand-written state of a microbatch, with blanks for what other ranks have; empty after a reset."""
+        if number not in self._slots:
+            return []
+        own = self._slots[number]
+        return [own[i] if i in own else self._blank(i, self._sizes[number]) for i in range(len(self._forms))]
 
-    def keep_slots(self, number: int, states: Sequence[Tensor]) -> None:
-        """Take hand-written state from a microbatch's outputs."""
-        self._slots[number] = [state.detach() for state in states]
+    def _blank(self, slot: int, size: int) -> Tensor:
+        value, batch = self._forms[slot]
+        return torch.zeros(value.shape_at(size - batch), dtype=value.dtype, device=self._stage.device)
+
+    def keep(self, number: int, size: int, bound: BoundStage, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Take the hand-written state from a stage's results; the others."""
+        source, keeps = bound.source, bound.program.keeps
+        if not source.kept:
+            return results
+        values = output_node(source.graph).args[0][-source.kept :]  # type: ignore[index]
+        self._forms = tuple((facts.need(node, Value), source.batch) for node in values)  # type: ignore[arg-type]
+        at = len(results) - len(keeps)
+        states = {slot: state.detach() for slot, state in zip(keeps, results[at:], strict=True)}
+        self._slots.setdefault(number, {}).update(states)
+        return results[:at]
 
     def begin(self, number: int, paths: Iterable[str]) -> None:
         """Before a microbatch's forward: its state is put on the (reset) leaves of `paths`."""
@@ -103,7 +122,8 @@ class Carry:
 
     def put_aside(self) -> Any:
         """All state, which is then cleared; for `put_back`."""
-        held = ({number: dict(leaves) for number, leaves in self._leaves.items()}, dict(self._slots), dict(self._sizes))
+        leaves, slots = ({number: dict(own) for number, own in all.items()} for all in (self._leaves, self._slots))
+        held = leaves, slots, dict(self._sizes)
         self.clear()
         return held
 
@@ -146,11 +166,9 @@ class Carry:
                 "the hand-written state after a reset is not zero, so single samples cannot start anew",
                 fix="reset all samples at once",
             )
-        zeros = {("", str(i)): 0.0 for i in range(len(self._slots[number]))}
-        states = restart(
-            {("", str(i)): x for i, x in enumerate(self._slots[number])}, zeros, mask, "hand-written state"
-        )
-        self._slots[number] = list(states.values())
+        own = {("", str(i)): x for i, x in self._slots[number].items()}
+        states = restart(own, dict.fromkeys(own, 0.0), mask, "hand-written state")
+        self._slots[number] = dict(zip(self._slots[number], states.values(), strict=True))
 
 
 def agreed_windows(cut: Cut | None, inputs: Any, ranks: Ranks) -> list[tuple[Any, float]]:

@@ -63,9 +63,4 @@ def _evaluate(engine: Engine, inputs: Any, reset_mask: Tensor | None) -> tuple[A
     made = [pipeline.outputs[i] for i in sorted(pipeline.outputs)]
     merged = microbatch.merge(made, source, sizes) if made else []
     kinds = kinds_of(merged, engine.ranks, engine.last)
-    outputs = microbatch.structured(share(merged, engine.ranks, engine.last, kinds), source)
-    if engine.carry is not None and engine.carry.carrier is not None:
-        for part in parts:
-            engine.result(pipeline.outputs[part.number], part)
-        outputs = outputs[0]
-    return outputs, share_of_all
+    return microbatch.structured(share(merged, engine.ranks, engine.last, kinds), source), share_of_all

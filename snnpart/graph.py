@@ -21,11 +21,12 @@ The tensors and leaves are the user's own objects, only read. Who runs the graph
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from snnpart.guards import compares
@@ -119,6 +120,7 @@ class SpikeGraph:
 
     `training_specialised` is True when the graph holds only for the mode `traced_training` (the user's code branches
     on `self.training`). `batch` is the example batch size; `batch_fixed` gives the reason when no other size works.
+    `kept`: so many of the last outputs, hand-written state for the next call, stay on the stage that makes them.
     """
 
     name: str
@@ -133,6 +135,7 @@ class SpikeGraph:
     batch: int = 1
     batch_fixed: str = ""
     time_steps: int | None = None
+    kept: int = 0
     traced_training: bool = True
     training_specialised: bool = False
     states: tuple[StateSlot, ...] = ()
@@ -144,6 +147,15 @@ class SpikeGraph:
         """Registered buffers in which hand-written neurons keep the state of one window; nothing writes them back."""
         names = (f"{slot.module}.{slot.name}".strip(".") for slot in self.states)
         return frozenset(name for name in names if name in self.tensors and self.tensors[name].kind == "buffer")
+
+    def answers(self) -> SpikeGraph:
+        """The same network with the outputs that are not kept, in their structure."""
+        if not self.kept:
+            return self
+        result, _ = pytree.tree_unflatten(range(self.out_spec.num_leaves), self.out_spec)
+        leaves, spec = pytree.tree_flatten(result)
+        constants = {i: value for i, value in self.out_constants.items() if i < len(leaves)}
+        return replace(self, outputs=self.outputs[: -self.kept], out_spec=spec, out_constants=constants, kept=0)
 
     def misfit(self, batch: int) -> str:
         """Why the graph does not hold for this batch size; "" when it does."""
@@ -175,8 +187,6 @@ class SpikeGraph:
 
 
 def _replace_graph(source: SpikeGraph, graph: fx.Graph) -> SpikeGraph:
-    from dataclasses import replace
-
     return replace(
         source, graph=graph, tensors=dict(source.tensors), leaves=dict(source.leaves), notes=dict(source.notes)
     )

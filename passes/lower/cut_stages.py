@@ -35,16 +35,19 @@ class StageGraph:
     sends: tuple[Port, ...]
     tensors: tuple[str, ...]
     leaves: tuple[str, ...]
+    keeps: tuple[int, ...] = ()
 
 
-def cut_stages(graph: fx.Graph, count: int) -> tuple[StageGraph, ...]:
-    """The stage graphs 0..count-1 of a graph whose nodes have `Stage` facts.
+def cut_stages(graph: fx.Graph, count: int, kept: int = 0) -> tuple[StageGraph, ...]:
+    """The stage graphs 0..count-1 of a graph whose nodes have `Stage` facts; its last `kept` outputs stay where they
+    are made.
 
     Raises:
         PlanError: a node needs a value from a later stage, or a value that is no tensor would have to be sent.
     """
     stage_of = _stages(graph)
-    last_use = _last_use(graph, stage_of, count)
+    answers, stays = _results(graph, stage_of, kept)
+    last_use = _last_use(graph, stage_of, count, answers)
     crossing = tuple(
         tuple(node for node, last in last_use.items() if stage_of[node] <= boundary < last)
         for boundary in range(count - 1)
@@ -53,10 +56,27 @@ def cut_stages(graph: fx.Graph, count: int) -> tuple[StageGraph, ...]:
         _check_sendable(node)
     return tuple(
         _build(
-            graph, stage, stage_of, crossing[stage - 1] if stage else (), crossing[stage] if stage < count - 1 else None
+            graph,
+            stage,
+            stage_of,
+            crossing[stage - 1] if stage else (),
+            crossing[stage] if stage < count - 1 else None,
+            answers,
+            stays.get(stage, {}),
         )
         for stage in range(count)
     )
+
+
+def _results(
+    graph: fx.Graph, stage_of: Mapping[fx.Node, int], kept: int
+) -> tuple[tuple[Any, ...], dict[int, dict[int, fx.Node]]]:
+    """What the last stage returns, and what each stage keeps, by its number among the kept outputs."""
+    every: tuple[Any, ...] = tuple(output_node(graph).args[0])  # type: ignore[arg-type]
+    stays: dict[int, dict[int, fx.Node]] = {}
+    for number, node in enumerate(every[len(every) - kept :]):
+        stays.setdefault(_home(node, stage_of), {})[number] = node
+    return every[: len(every) - kept], stays
 
 
 def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -69,7 +89,15 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
     }
 
 
-def _last_use(graph: fx.Graph, stage_of: Mapping[fx.Node, int], count: int) -> dict[fx.Node, int]:
+def _home(node: fx.Node, stage_of: Mapping[fx.Node, int]) -> int:
+    """The stage that keeps a value; of one that all stages can compute the first that does."""
+    stage = facts.get(node, Stage)
+    return stage_of.get(node, stage.index if stage is not None else 0)
+
+
+def _last_use(
+    graph: fx.Graph, stage_of: Mapping[fx.Node, int], count: int, answers: tuple[Any, ...]
+) -> dict[fx.Node, int]:
     """The last stage that uses each node, in graph order."""
     last: dict[fx.Node, int] = dict(stage_of)
     needed: dict[fx.Node, int] = {output_node(graph): count - 1}
@@ -77,7 +105,7 @@ def _last_use(graph: fx.Graph, stage_of: Mapping[fx.Node, int], count: int) -> d
         at = stage_of.get(node, needed.get(node))
         if at is None:
             continue
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if node.op != "output" else _nodes(answers):
             if source in stage_of:
                 if stage_of[source] > at:
                     _refuse(node, at, source, stage_of[source])
@@ -85,6 +113,10 @@ def _last_use(graph: fx.Graph, stage_of: Mapping[fx.Node, int], count: int) -> d
             else:
                 needed[source] = max(needed.get(source, 0), at)
     return last
+
+
+def _nodes(values: tuple[Any, ...]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def _refuse(node: fx.Node, at: int, source: fx.Node, later: int) -> None:
@@ -110,11 +142,13 @@ def _build(
     stage_of: Mapping[fx.Node, int],
     received: Iterable[fx.Node],
     sent: Iterable[fx.Node] | None,
+    answers: tuple[Any, ...],
+    keeps: Mapping[int, fx.Node],
 ) -> StageGraph:
     """One stage's graph; `sent` None marks the last stage, which returns the program's outputs."""
     received = tuple(received)
     end = output_node(graph)
-    results: tuple[Any, ...] = tuple(sent) if sent is not None else tuple(end.args[0])  # type: ignore[arg-type]
+    results: tuple[Any, ...] = (*(answers if sent is None else sent), *keeps.values())
     needed = _needed(graph, stage, stage_of, received, results)
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -136,6 +170,7 @@ def _build(
         sends=_ports(sent or ()),
         tensors=tuple(dict.fromkeys(str(n.target) for n in needed if n.op == "get_attr" and n.target != TRAINING)),
         leaves=tuple(dict.fromkeys(path for n in needed for path in leaf_paths(n))),
+        keeps=tuple(keeps),
     )
 
 

@@ -148,7 +148,7 @@ class _Rewrite:
     """Builds the rank's graph node by node."""
 
     def __init__(self, graph: SpikeGraph, options: ShardChannels) -> None:
-        self.source, self.options = graph.graph, options
+        self.source, self.options, self.kept = graph.graph, options, graph.kept
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Spread, bool, int | None], fx.Node] = {}
@@ -158,13 +158,19 @@ class _Rewrite:
     def run(self) -> fx.Graph:
         for node in self.source.nodes:
             if node.op == "output":
-                results = map_arg(node.args[0], lambda n: self._bring(n, R, False, self.last))
-                self.graph.output(results).meta = dict(node.meta)
+                self.graph.output(self._results(node.args[0])).meta = dict(node.meta)  # type: ignore[arg-type]
             else:
                 self.made[node] = self._copy(node)
                 self._forget_written(node)
         put_saved(self.graph)
         return self.graph
+
+    def _results(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The outputs whole, in the last stage, or in their own where they stay there."""
+        answers, stay = flat[: len(flat) - self.kept], flat[len(flat) - self.kept :]
+        whole = tuple(map_arg(answers, lambda n: self._bring(n, R, False, self.last)))  # type: ignore[arg-type]
+        own = [(node, facts.get(node, Stage)) for node in stay]
+        return (*whole, *(self._bring(node, R, False, stage.index if stage else None) for node, stage in own))
 
     def _forget_written(self, node: fx.Node) -> None:
         """What was gathered of a buffer is out of date once it is written."""

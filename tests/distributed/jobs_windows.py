@@ -52,7 +52,28 @@ def hidden() -> nn.Module:
     )  # fmt: skip
 
 
-NETS = {"plain": plain, "layers": layers, "hidden": hidden}
+def deep() -> nn.Module:
+    """Four layers of hand-written neurons."""
+    sizes = [(4, 6), (6, 6), (6, 6), (6, 3)]
+    parts = [m for a, b in sizes for m in (nn.Linear(a, b, bias=False), LIF(0.9, vth=0.8))]
+    return fill(nn.Sequential(*parts), scale=0.9)
+
+
+class Feedback(nn.Module):
+    """One step: its first layer is given what the last one kept of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.first = nn.Linear(4, 3), LIF(0.9, vth=1.0)
+        self.fc, self.late = nn.Linear(3, 3), LIF(0.9, vth=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = 0.0 if self.late.v is None else self.late.v
+        out: Tensor = self.late(self.fc(self.first(self.early(x) + kept)))
+        return out
+
+
+NETS = {"plain": plain, "layers": layers, "hidden": hidden, "deep": deep}
 
 
 def sequences(count: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -91,6 +112,7 @@ def train(net: str, masked: bool = False, mode: str = "s", **options: Any) -> di
     out = running.eval_step(dp_share(sequences()[0][0], 1, running.ranks))
     outputs = torch.cat(running.ranks.gather(out, running.ranks.axes["dp"]), 1)
     result = {"losses": losses, "state": running.state_dict(), "outputs": outputs, "notices": list(running.notices)}
+    result["fold"] = running.compiled.plan.fold
     running.close()
     return result
 
@@ -119,8 +141,18 @@ def errors() -> dict[str, str]:
     return found
 
 
-def pipeline_of_hand_written_state() -> str:
-    return text_of(lambda: started("plain", state="carry", pp=2))
+def state_read_by_an_earlier_stage() -> str:
+    """Within one step nothing goes back, so that the network can be cut there; from step to step it does."""
+    (x, y), *_ = sequences()
+    program = parallelize(
+        fill(Feedback(), scale=0.9), example_inputs=x[:1], input_layout="TNF", time_steps=1, state="carry", pp=2,
+        split_at=["fc"],
+    )  # fmt: skip
+    running = program.launch()
+    running.train_step(x[:1], y, rate_loss)
+    found = text_of(lambda: running.train_step(x[1:2], y, rate_loss))
+    running.close()
+    return found
 
 
 def text_of(action: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from snnpart.api import parallelize
+from snnpart.api import load, parallelize
 from snnpart.errors import ConfigError
 from snnpart.frameworks import reset_state
 from tests.distributed.cases import LIF, det
@@ -52,12 +53,22 @@ def restart(model: nn.Module, mask: Tensor) -> None:
             )
 
 
+def firing(model: nn.Module) -> dict[str, list[float]]:
+    """The rates of every neuron layer, as they come."""
+    rates: dict[str, list[float]] = {}
+    for name, module in model.named_modules():
+        if state_of(module) is not None:
+            own = rates.setdefault(name, [])
+            module.register_forward_hook(lambda _, __, out, own=own: own.append(float(out.detach().mean())))  # type: ignore[misc]
+    return rates
+
+
 def reference(net: str, *, every: int | None, carry: bool, masked: bool = False, parts: int = 1) -> dict[str, Any]:
     """The same steps as a plain loop: microbatches are independent sequences, so their gradients add up."""
     model = NETS[net]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reset_state(model)
-    rates: list[Tensor] = []
+    rates = firing(model)
     losses = []
     for (x, y), mask in zip(sequences(), masks(), strict=True):
         optimizer.zero_grad()
@@ -72,10 +83,10 @@ def reference(net: str, *, every: int | None, carry: bool, masked: bool = False,
             loss = rate_loss(out, y) * (len(window) / STEPS)
             loss.backward()
             total += loss.item()
-            rates.append(out.detach().mean())
         losses.append(total)
+        assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
         optimizer.step()
-    assert all(0.01 < rate < 0.99 for rate in rates)
+    assert rates and all(0.01 < sum(own) / len(own) < 0.99 for own in rates.values()), rates
     if not carry:
         reset_state(model)
     with torch.no_grad():
@@ -95,16 +106,17 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2, "microbatches": 3},
     "parts": {"microbatches": 2},
+    "grid": {"tp": 2, "pp": 2, "microbatches": 2},
+    "interleaved": {"pp": 2, "schedule": "interleaved-1f1b", "microbatches": 4},
+    "zbv": {"pp": 2, "schedule": "zbv", "microbatches": 4},
 }
 
 
 @pytest.mark.parametrize("how", ["dp", "tp", "pp", "parts"])
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", ["plain", "layers", "hidden"])
 def test_truncated_windows(pool: Pool, net: str, how: str) -> None:
     """T = 7 in windows of 3: two full ones and a short one."""
     need(net)
-    if net == "plain" and how == "pp":
-        pytest.skip("hand-written state is carried on one stage; the refusal has its own test")
     want = reference(net, every=3, carry=False)
     assert want["losses"] != pytest.approx(reference(net, every=None, carry=False)["losses"], abs=1e-6)
     ranks = 1 if how == "parts" else 2
@@ -114,21 +126,31 @@ def test_truncated_windows(pool: Pool, net: str, how: str) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize(
-    ("net", "how"), [("plain", "dp"), ("plain", "tp"), ("layers", "pp"), ("layers", "dp"), ("hidden", "tp")]
-)
+    ("net", "how"),
+    [
+        ("plain", "dp"), ("plain", "tp"), ("plain", "pp"), ("plain", "grid"), ("deep", "interleaved"), ("deep", "zbv"),
+        ("layers", "pp"), ("layers", "dp"), ("hidden", "tp"),
+    ],
+)  # fmt: skip
 def test_state_kept_between_steps(pool: Pool, net: str, how: str, masked: bool) -> None:
     need(net)
     want = reference(net, every=None, carry=True, masked=masked)
     other = reference(net, every=None, carry=True, masked=not masked)
     assert want["losses"] != pytest.approx(other["losses"], abs=1e-6), "the masks must matter"
-    for result in pool.run(JOBS + "train", ranks=2, net=net, masked=masked, state="carry", **TOPOLOGIES[how]):
+    ranks = 4 if how == "grid" else 2
+    for result in pool.run(JOBS + "train", ranks=ranks, net=net, masked=masked, state="carry", **TOPOLOGIES[how]):
         assert_equal(result, want)
 
 
-def test_windows_whose_state_is_kept(pool: Pool) -> None:
+@pytest.mark.parametrize("how", ["dp", "tp", "pp", "grid"])
+@pytest.mark.parametrize("together", [True, 2], ids=["at-once", "rounds"])
+def test_windows_whose_state_is_kept(pool: Pool, how: str, together: bool | int) -> None:
+    """Windows of 3, 3 and 1 steps: in rounds of 2 the first round takes one step, and the last window has no rounds."""
     want = reference("plain", every=3, carry=True, masked=True)
-    for result in pool.run(JOBS + "train", ranks=2, net="plain", masked=True, state="carry", detach_every=3):
+    options = {"masked": True, "state": "carry", "detach_every": 3, "fold": together, **TOPOLOGIES[how]}
+    for result in pool.run(JOBS + "train", ranks=4 if how == "grid" else 2, net="plain", **options):
         assert_equal(result, want)
+        assert result["fold"] == (0 if together is True else 2)
 
 
 def test_windows_of_a_multi_step_network(pool: Pool) -> None:
@@ -147,11 +169,18 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool: Pool) -> None:
     assert "the ranks' sequences have [3, 5] windows" in first["lengths"]
 
 
-def test_hand_written_state_over_several_stages_is_refused(pool: Pool) -> None:
-    for text in pool.run(JOBS + "pipeline_of_hand_written_state", ranks=2):
-        assert text.startswith(
-            "ConfigError: network 'Sequential', pp=2: the state ['1.v', '3.v'] of hand-written neurons"
-        )
+def test_state_that_another_stage_reads_is_refused(pool: Pool) -> None:
+    for text in pool.run(JOBS + "state_read_by_an_earlier_stage", ranks=2):
+        assert text.startswith("PlanError: ")
+        assert "module 'late', attribute 'v': pipeline rank 1 makes this state, and rank 0 reads it" in text
+
+
+def test_hand_written_state_of_a_saved_program_is_refused(tmp_path: Path) -> None:
+    (x, _), *_ = sequences()
+    program = parallelize(NETS["plain"](), example_inputs=x, input_layout="TNF", time_steps=STEPS, state="carry")
+    program.save(tmp_path / "p")
+    with pytest.raises(ConfigError, match=r"the state \['1.v', '3.v'\] of hand-written neurons cannot be carried"):
+        load(tmp_path / "p").launch(carry=True)
 
 
 class Local(nn.Module):
