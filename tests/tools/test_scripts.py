@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import pytest_collection_modifyitems
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +31,22 @@ def test_help_of_both_scripts() -> None:
 def test_an_unknown_torch_is_a_usage_error() -> None:
     done = shell("tools/test --torch 1.0")
     assert done.returncode == 2 and "torch 1.0 is not one of those tested: 2.11, 2.14" in done.stdout
+
+
+def test_shards_are_all_tests_once() -> None:
+    """Three shards of ten tests; what is no shard is a usage error."""
+
+    def kept(shard: str) -> list[int]:
+        tests: list[int] = list(range(10))
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _: shard, hook=hook), tests)  # type: ignore[arg-type]
+        return tests
+
+    assert kept("1/1") == list(range(10))
+    assert sorted(kept("1/3") + kept("2/3") + kept("3/3")) == list(range(10))
+    for odd in ("0/3", "4/3", "2", "a/b"):
+        with pytest.raises(pytest.UsageError, match="give i/n with i from 1 to n"):
+            kept(odd)
 
 
 def test_a_right_environment_is_reused_and_a_stale_one_is_not(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ QUICK = (
     "unet",
     "recurrent",
 )
-SEVERAL = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.all) for name in sorted(set(ZOO) - {"tied"})]
+SEVERAL = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.all) for name in sorted(ZOO)]
 LIMIT = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
