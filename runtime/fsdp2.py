@@ -200,6 +200,7 @@ class Fsdp2(Alone):
 
     def prepare(self, half: torch.dtype | None) -> None:
         """Gather the first unit while the stage waits for its inputs."""
+        self._refuse_hooks()
         if half is not self._half:
             self._half = half
             for unit in self.units:
@@ -229,7 +230,6 @@ class Fsdp2(Alone):
             self._next += 1
 
     def finish(self) -> None:
-        self._refuse_hooks()
         reached, late = self._told()
         for unit in reversed(self.units):
             if unit.names & (late if unit.sent else reached):

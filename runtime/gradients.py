@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from snnpart import compat
 from snnpart.errors import LaunchError
+from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
 from snnpart.runtime.collectives import Axis
 from snnpart.runtime.ranks import Ranks
@@ -112,6 +114,13 @@ def holders(compiled: CompiledProgram) -> dict[str, tuple[int, ...]]:
     parts = {part.name: part.stages for program in compiled.stages.values() for part in program.tensors if part.stages}
     ranks = {name: tuple(sorted(set(map(compiled.plan.rank_of, stages)))) for name, stages in parts.items()}
     return {name: at for name, at in sorted(ranks.items()) if len(at) > 1}
+
+
+def carry_hooks(source: SpikeGraph, stage: Stage) -> None:
+    """Have gradients go through the hooks of the user's parameters; leaves have copied those of theirs."""
+    for name, parameter in stage.parameters():
+        if stage.slices[name].leaf is None and name in source.tensors:
+            compat.carry_hooks(source.tensors[name].tensor, parameter)
 
 
 def clip(stage: Stage, ranks: Ranks, limit: float) -> float:

@@ -22,7 +22,7 @@ from snnpart.runtime.carry import Carry
 from snnpart.runtime.data_parallel import data_parallel
 from snnpart.runtime.engine import Engine, LossFn
 from snnpart.runtime.execution import Execution
-from snnpart.runtime.gradients import holders, over_copies, over_tp
+from snnpart.runtime.gradients import carry_hooks, holders, over_copies, over_tp
 from snnpart.runtime.heartbeat import Heartbeat
 from snnpart.runtime.losses import MEAN
 from snnpart.runtime.precision import LossScale, Precision
@@ -54,6 +54,7 @@ class RunningProgram:
             mine, values, ranks.device, split=compiled.plan.splits_backward, compiles=settings.execution == "compile"
         )
         stage.share_seed(ranks)
+        carry_hooks(compiled.source, stage)
         static = settings.is_static(ranks.device)
         parallel = data_parallel(compiled.plan, stage, ranks.axes["dp"], static=static)
         self._signatures = Signatures(compiled, stage, ranks.at.tp, specialise)

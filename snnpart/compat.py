@@ -128,6 +128,17 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def carry_hooks(old: Tensor, new: Tensor) -> None:
+    """Have the gradient of a copy go through the hooks of the original."""
+    for hook in (old._backward_hooks or {}).values() if new.requires_grad else ():
+        new.register_hook(hook)
+
+
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether `tensor.register_post_accumulate_grad_hook` was called."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def ddp_ignore(module: nn.Module, names: Iterable[str]) -> None:
     """Have a later DDP around `module` leave these parameters and buffers alone.
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from snnpart import compat, simulate
 from snnpart import gate as gates
-from snnpart import simulate
 from snnpart.blank import NOT_COMPARED, is_blank, settle_lazy
 from snnpart.costs import MachineProfile, default_profile
-from snnpart.errors import ConfigError
+from snnpart.errors import ConfigError, PlanError
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims, tensor_leaves
 from snnpart.mesh import Mesh
@@ -160,6 +160,7 @@ def compile_program(
     compiled = lower(graph, decided, profile=profile)
     notices = (*chosen.notices, *_averaged_outputs(graph, decided.microbatches), *((NOT_COMPARED,) if blank else ()))
     compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))
+    _check_hooks(compiled)
     simulate.dry_run(compiled)
     if options.verify == "full":
         report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
@@ -217,6 +218,24 @@ def _check_cut(graph: SpikeGraph, plan: Plan) -> None:
             where=f"network '{graph.name}'",
             fix="compile with microbatches=1, or read the batch size from the input in forward",
         )
+
+
+def _check_hooks(compiled: CompiledProgram) -> None:
+    """Raise where a hook of the user's would not see what it was made for: copies of parameters carry gradient hooks,
+    which are given the gradient of one backward, and no others."""
+    for part in (part for program in compiled.stages.values() for part in program.tensors):
+        tensor = compiled.source.tensors[part.name].tensor
+        if compat.has_accumulation_hooks(tensor):
+            raise ConfigError(
+                f"'{part.name}' has a hook that runs after its gradient is accumulated, which happens on a copy",
+                fix="register it on the running program's parameter: dict(running.named_parameters())",
+            )
+        if part.dim is not None and part.leaf is None and compat.has_gradient_hooks(tensor):
+            owner = part.name.rpartition(".")[0]
+            raise PlanError(
+                f"'{part.name}' has a gradient hook, which expects the whole gradient; a tp rank has a slice of it",
+                fix=f'keep the layer whole: shard={{"{owner}": "replicate"}}',
+            )
 
 
 def _averaged_outputs(graph: SpikeGraph, microbatches: int) -> tuple[str, ...]:

@@ -70,7 +70,9 @@ def decide(
         graph.notes[MADE_BY] = work.notes[MADE_BY]
     gathered = Units(pinned.units, pinned.reshard) if pinned else Units({}, False)
     if dp == "fsdp2" and not gathered.units:
-        gathered = decide_units(work, profile, tp=tp, microbatches=microbatches, count=units, reshard=reshard)
+        gathered = decide_units(
+            work, profile, tp=tp, microbatches=microbatches, memory=memory, count=units, reshard=reshard
+        )
     return Plan(
         tp=tp,
         pp=pp,

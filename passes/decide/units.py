@@ -10,9 +10,10 @@ smallest in bytes. What a step takes is simulated for a rank of two, which compu
     copies     a kernel into or out of the buffer of each collective, in the stream that computes
 
 With few units the first gather and the last reduce-scatter, which nothing hides, are large; with many there are many
-launches and latencies. The number is the fastest one. Sharding again after forward takes a second gather and leaves
-about two units whole at any time; it is chosen where it costs at most `_WORTH` of a step, as it does where the gathers
-are hidden. It is not where a pipeline would gather for each of many microbatches, nor with one unit or two.
+launches and latencies. The number is the fastest one; of those that are as fast the least, or, where parameters are
+sharded again after forward, the most. That takes a second gather and leaves about two units whole at any time; it is
+chosen where it costs at most `_WORTH` of a step, as it does where the gathers are hidden. It is not with one or two units,
+nor where a pipeline would gather for each of many microbatches, unless its memory is bounded.
 
 Why not a unit for each block always: below some megabytes a collective takes its latency, whatever it carries.
 """
@@ -34,8 +35,8 @@ from snnpart.ops_time import leaf_paths
 _RANKS = 2
 """dp ranks of the simulation: how many there will be is known at launch. More move the same bytes in more messages."""
 _WORTH = 0.02
-_GAIN = 0.005
-"""One more unit must make a step faster by this much."""
+_SLACK = 0.001
+"""Times that differ by less are equal."""
 _MOST = 16
 
 
@@ -64,12 +65,14 @@ def decide_units(
     *,
     tp: int = 1,
     microbatches: int = 1,
+    memory: int = 0,
     count: int | None = None,
     reshard: bool | None = None,
 ) -> Units:
     """Units of a graph with `Stage` and `Cost` facts.
 
     Args:
+        memory: bytes that a rank may take; where it is bounded, a pipeline too may gather for each microbatch.
         count: units of each stage instead of the fastest number; at most as many as there are atoms.
         reshard: whether parameters are sharded again after forward, instead of where that is cheap.
     """
@@ -78,7 +81,8 @@ def decide_units(
     times = {again: sum(time for time, _ in cuts) for again, cuts in found.items()}
     again = reshard
     if again is None:
-        again = _frees(found[True]) and times[True] <= (1 + _WORTH) * times[False]
+        may = microbatches == 1 or memory > 0
+        again = may and _frees(found[True]) and times[True] <= (1 + _WORTH) * times[False]
     units: dict[str, int] = {}
     number = 0
     for chain, (_, cuts) in zip(chains, found[again], strict=True):
@@ -100,11 +104,8 @@ def _best(
     most = min(len(chain), count or _MOST)
     cuts = balanced([atom.bytes for atom in chain], most)
     times = [step_us(_united(chain, c), profile, again=again, microbatches=microbatches) for c in cuts]
-    best = most - 1
-    if count is None:
-        best = 0
-        for number, time in enumerate(times):
-            best = number if time < times[best] * (1 - _GAIN) else best
+    equal = [number for number, time in enumerate(times) if time <= min(times) * (1 + _SLACK)]
+    best = most - 1 if count is not None else equal[-1 if again else 0]
     return times[best], cuts[best]
 
 

@@ -41,6 +41,7 @@ def _build(compiled: CompiledProgram, gate: Any) -> data.Report:
         topology=_topology(compiled),
         stages=_stages(compiled),
         memory=_memory(compiled),
+        units=_units(compiled),
         schedule=_schedule(compiled),
         sharded=layers.sharded(compiled, moves),
         replicated=layers.replicated(compiled),
@@ -125,7 +126,7 @@ def _stage(compiled: CompiledProgram, stage: int, time: float, balance: float) -
     held = [[t for t in rank.tensors if t.kind == "parameter"] for rank in ranks]
     return data.StageRow(
         index=stage,
-        modules=layers.modules_of(compiled.plan, stage, [facts.origin(n).module for n in ranks[0].graph.nodes]),
+        modules=layers.modules_of(compiled.plan.stages, stage, [facts.origin(n).module for n in ranks[0].graph.nodes]),
         parameters=sum(torch.Size(t.global_shape).numel() for t in held[0]),
         parameters_per_rank=max(sum(torch.Size(t.shape).numel() for t in rank) for rank in held),
         flops=sum(costs.get(node.name, Cost()).flops for node in ranks[0].graph.nodes),
@@ -145,6 +146,22 @@ def _memory(compiled: CompiledProgram) -> tuple[data.MemoryRow, ...]:
                 rank, plan.stages_of(rank), **dataclasses.asdict(held), total=held.total, limit=plan.memory or None
             )
         )
+    return tuple(rows)
+
+
+def _units(compiled: CompiledProgram) -> tuple[data.UnitRow, ...]:
+    """Those of each stage, in the order in which they are gathered."""
+    rows = []
+    for stage in range(compiled.plan.stage_count):
+        of_rank = [compiled.stage(stage, tp).tensors for tp in range(compiled.plan.tp)]
+        for unit in sorted({part.unit for part in of_rank[0] if part.unit is not None}):
+            sizes = [[torch.Size(p.shape).numel() for p in parts if p.unit == unit] for parts in of_rank]
+            modules = layers.modules_of(compiled.plan.units, unit, [p.name for p in of_rank[0] if p.unit == unit])
+            most = max(
+                sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in parts if p.unit == unit)
+                for parts in of_rank
+            )
+            rows.append(data.UnitRow(stage, unit, modules, max(map(sum, sizes)), most, compiled.plan.reshard))
     return tuple(rows)
 
 

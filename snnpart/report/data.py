@@ -82,6 +82,19 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitRow:
+    """An FSDP2 unit of a stage: the modules whose parameters are gathered together, as the largest tp rank has them,
+    in bytes of all dp ranks. `again`: they are sharded again after forward and gathered once more for backward."""
+
+    stage: int
+    unit: int
+    modules: tuple[str, ...]
+    parameters: int
+    bytes: int
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleGrid:
     """The pipeline schedule, a line a rank, a column a tick: `0F1` is stage 0, forward, microbatch 1; B the backward,
     I and W its halves. Stages count as equal there. `bubble` is the share of time in which ranks wait, by the
@@ -219,6 +232,7 @@ class Report:
     topology: Topology
     stages: tuple[StageRow, ...]
     memory: tuple[MemoryRow, ...]
+    units: tuple[UnitRow, ...]
     schedule: ScheduleGrid | None
     sharded: tuple[ShardRow, ...]
     replicated: tuple[ReplicatedRow, ...]

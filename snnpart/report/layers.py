@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
 from snnpart import facts
 from snnpart.facts import Cost
-from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.report import nodes
 from snnpart.report.data import CollectiveRow, ReplicatedRow, ShardRow
@@ -115,15 +114,15 @@ def _tensor_of(node: fx.Node) -> bool:
     return node.op == "get_attr" and facts.get(node, facts.Value) is not None
 
 
-def modules_of(plan: Plan, stage: int, order: Sequence[str] = ()) -> tuple[str, ...]:
-    """The stage's modules, each the highest path that lies whole in the stage (`layer1` for all below it); those on
-    `order` (module paths as they run) come first, in its order."""
+def modules_of(table: Mapping[str, int], index: int, order: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules of a stage (`Plan.stages`) or a unit (`Plan.units`), each the highest path that lies whole in it
+    (`layer1` for all below it); those on `order` (module paths as they run) come first, in its order."""
     where: dict[str, set[int]] = {}
-    for path, index in plan.stages.items():
+    for path, at in table.items():
         for prefix in _prefixes(path):
-            where.setdefault(prefix, set()).add(index)
-    whole = {path for path, stages in where.items() if stages == {stage} and path}
-    paths = dict.fromkeys((*order, *plan.stages))
+            where.setdefault(prefix, set()).add(at)
+    whole = {path for path, found in where.items() if found == {index} and path}
+    paths = dict.fromkeys((*order, *table))
     return tuple(dict.fromkeys(_highest(path, whole) for path in paths if whole.intersection(_prefixes(path))))
 
 

@@ -106,6 +106,13 @@ def _memory(report: Report) -> list[Section]:
     return _table("Memory of a pipeline rank in training", columns, rows)
 
 
+def _units(report: Report) -> list[Section]:
+    columns = (">stage", ">unit", "modules", ">parameters", ">bytes")
+    rows = [(u.stage, u.unit, ", ".join(u.modules), number(u.parameters), size(u.bytes)) for u in report.units]
+    again = "sharded again after forward" if any(u.again for u in report.units) else "whole until the step ends"
+    return _table(f"FSDP2 units: {again}", columns, rows) if rows else []
+
+
 def _schedule(report: Report) -> list[Section]:
     grid = report.schedule
     if grid is None:
@@ -200,4 +207,16 @@ def gate_value(value: Any) -> str:
     return str(value)
 
 
-SECTIONS = (_stages, _memory, _schedule, _sharded, _replicated, _boundaries, _checkpoints, _found, _gate, _passes)
+SECTIONS = (
+    _stages,
+    _memory,
+    _units,
+    _schedule,
+    _sharded,
+    _replicated,
+    _boundaries,
+    _checkpoints,
+    _found,
+    _gate,
+    _passes,
+)

@@ -140,5 +140,5 @@ def test_hooks_after_accumulation_run_once_a_step(pool: Pool) -> None:
 
 def test_gradient_hooks_on_shards_are_refused(pool: Pool) -> None:
     for text in pool.run(JOBS + "hooked", ranks=2, where="gradient"):
-        assert text.startswith("LaunchError: a hook was registered on 'a.weight'")
+        assert text.startswith("LaunchError: stage 0: a hook was registered on 'a.weight', which under dp=\"fsdp2\"")
         assert "register_post_accumulate_grad_hook" in text

@@ -192,9 +192,9 @@ def test_write_follows_the_ending(report: Report, tmp_path: Path, ending: str, s
 def test_modules_are_named_by_the_highest_path_that_is_whole() -> None:
     stages = {"stem.conv": 0, "layer1.0.conv": 0, "layer1.1.conv": 0, "layer2.0.conv": 0, "layer2.1.conv": 1, "fc": 1}
     plan = Plan(pp=2, stages=stages)
-    assert modules_of(plan, 0) == ("stem", "layer1", "layer2.0")
-    assert modules_of(plan, 1) == ("layer2.1", "fc")
-    assert modules_of(plan, 0, ["layer1.1.conv", "stem.conv", "fc"]) == ("layer1", "stem", "layer2.0")
+    assert modules_of(plan.stages, 0) == ("stem", "layer1", "layer2.0")
+    assert modules_of(plan.stages, 1) == ("layer2.1", "fc")
+    assert modules_of(plan.stages, 0, ["layer1.1.conv", "stem.conv", "fc"]) == ("layer1", "stem", "layer2.0")
 
 
 def test_units() -> None:
