@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from snnpart import facts, frameworks
 from snnpart.errors import SnnpartError
 from snnpart.facts import Value
-from snnpart.neuron_step import NeuronStep, Scan, Start, StepError, scan_of_leaf, scan_of_loop, trace_step
+from snnpart.frameworks.clone import settle
+from snnpart.neuron_step import NeuronStep, Runner, Scan, Start, StepError, scan_of_leaf, scan_of_loop, trace_step
 from snnpart.ops_fused import FusedNeuron, parts, scan_input
 from snnpart.ops_time import Loop, leaf_paths
 from snnpart.step_code import check_code
@@ -53,6 +54,35 @@ def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
     if isinstance(found, str):
         raise StepError(found)
     return found
+
+
+def draws(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Whether two steps of the scan, forward and backward, draw random numbers; also where that cannot be tried."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        before = torch.get_rng_state()
+        try:
+            _run(scan, leaves)
+        except Exception:  # whatever a user's module raises here: nothing is known of it then
+            return True
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def _run(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> None:
+    """A few steps of the scan on one sample."""
+    value, (loop, own) = facts.need(scan_input(scan), Value), _plain(scan, leaves)
+    steps, *shape = (1 if slope else size for size, slope in zip(value.shape, value.slopes, strict=True))
+    if loop is None:
+        (leaf,) = own.values()
+        whole = frameworks.clone_leaf(leaf, {}).cpu().float()
+        settle(whole)
+        made: Tensor = whole(torch.ones((steps, *shape), requires_grad=True))
+    else:
+        found, x = _scan(scan, loop, own), torch.ones(shape, requires_grad=True)
+        run = Runner(found)
+        state, first = run(x, found.fixed, None)
+        made = first + run(x, found.fixed, state)[1]
+    if made.requires_grad:
+        made.sum().backward()
 
 
 def _plain(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> tuple[Loop | None, dict[str, nn.Module]]:

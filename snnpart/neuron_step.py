@@ -161,7 +161,7 @@ def _spread(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.full(shape, float(value.detach().flatten()[0]))
 
 
-class _Runner(nn.Module):
+class Runner(nn.Module):
     """Runs one step of a scan on given tensors, as a function of them."""
 
     def __init__(self, scan: Scan) -> None:
@@ -193,7 +193,7 @@ class _Stepper:
 
     scan: Scan
     names: tuple[str, ...]
-    runner: _Runner
+    runner: Runner
     spec: Any = None
     kept: tuple[int, ...] = ()
     constants: tuple[Any, ...] = ()
@@ -256,7 +256,7 @@ def _is_state(item: Any, x: Tensor) -> bool:
 
 
 def _record(scan: Scan, x: Tensor, tensors: Mapping[str, Tensor]) -> NeuronStep:
-    stepper = _Stepper(scan, tuple(tensors), _Runner(scan))
+    stepper = _Stepper(scan, tuple(tensors), Runner(scan))
     p = tuple(tensors.values())
     with torch.no_grad():
         made = map(torch.clone, stepper.first(x, *p)[:-1])  # make_fx tells its inputs apart by identity
@@ -315,7 +315,7 @@ def _check(
     xs = (torch.rand((_CHECKED_STEPS, *shape), generator=generator) * 3 - 0.5).requires_grad_()
     p = [value.clone().requires_grad_() for value in tensors.values()]
     weights = torch.rand((_CHECKED_STEPS, *shape), generator=generator)
-    stepper = _Stepper(scan, step.parameters, _Runner(scan))
+    stepper = _Stepper(scan, step.parameters, Runner(scan))
     with torch.enable_grad():
         *s, y = stepper.first(xs[0], *p)
         ys = [y]

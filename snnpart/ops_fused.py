@@ -34,10 +34,15 @@ STEPS_APART = 16
 _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
 
 
+WAYS = ("kernel", "compiled", "measured")
+
+
 @dataclass(frozen=True, eq=False)
 class FusedNeuron(Nested):
     """Computes `region`, whose neuron takes `steps` steps, with states rounded to the dtype `state` in a kernel.
 
+    `way` says how it runs on a GPU: by the kernel generated from the neuron's step, by what torch.compile makes of the
+    region, or by the fastest of these and the region itself, which is measured once for a machine.
     `recorded` is the neuron's step, where a pass has recorded it; it is not part of the text, and can be made again.
     `over(bind)` is the region as a function over a module's leaves.
     """
@@ -46,6 +51,7 @@ class FusedNeuron(Nested):
     steps: int
     state: str = "float32"
     recorded: NeuronStep | None = None
+    way: str = "kernel"
 
     def __post_init__(self) -> None:
         """fx prints a target by these three names, which an instance does not have by itself."""

@@ -10,6 +10,7 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `memory`: bytes that one rank may take in a training step, under which placement and stages were chosen (0: no limit).
 - `batchnorm`: whose statistics BatchNorm takes in training: a microbatch's, the whole batch's ("full"), or those of a
   microbatch over all data-parallel ranks ("sync").
+- `fuse`: whether neurons run in kernels of their own on a GPU ("auto": in the fastest way, which is measured there).
 - `numerics`: whether evaluations fold BatchNorm into the layers before it ("fold") or not ("exact").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
 - `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step.
@@ -33,6 +34,7 @@ DATA_PARALLEL = ("ddp", "fsdp2")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 BATCHNORM = ("microbatch", "full", "sync")
 NUMERICS = ("exact", "fold")
+FUSE = (True, False, "auto")
 VERSION = 1
 
 
@@ -47,7 +49,7 @@ class Plan:
     microbatches: int = 1
     stages_per_rank: int = 0
     memory: int = 0
-    fuse: bool = False
+    fuse: bool | str = False
     neuron_dtype: str = "float32"
     channels_last: bool = False
     fold: int = 0
@@ -72,6 +74,8 @@ class Plan:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
         if self.batchnorm not in BATCHNORM:
             raise ConfigError(f"batchnorm={self.batchnorm!r} is not known", choices=BATCHNORM)
+        if self.fuse not in FUSE:
+            raise ConfigError(f"fuse={self.fuse!r} is not known", choices=FUSE)
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r} is not known", choices=NUMERICS)
         if self.neuron_dtype not in STATE_DTYPES:

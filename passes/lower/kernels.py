@@ -35,6 +35,13 @@ class Kernels:
         gone = ", ".join(self.folded) or "none"
         return (*self.stays, f"{len(self.folded)} norms are part of the layer before them in eval: {gone}")
 
+    @property
+    def _way(self) -> str:
+        """How fused neurons run on a GPU. What one rank measures is its own affair only where no other rank must have
+        the same numbers (tp) or takes part in what is measured (shared statistics)."""
+        apart = self.plan.tp == 1 and self.plan.batchnorm != "sync"
+        return "measured" if self.plan.fuse == "auto" and apart else "kernel"
+
     def prepare(self, graphs: Sequence[fx.Graph]) -> tuple[fx.Graph | None, ...]:
         """Fuse neurons and lay images out as the plan says, in place.
 
@@ -43,7 +50,8 @@ class Kernels:
         """
         for graph in graphs:
             if self.plan.fuse:
-                found = fuse_neurons(graph, self.leaves, self.profile, state=self.plan.neuron_dtype)
+                state = self.plan.neuron_dtype
+                found = fuse_neurons(graph, self.leaves, self.profile, state=state, way=self._way)
                 self.stays = tuple(dict.fromkeys((*self.stays, *found)))
         evaluations = [self._for_evaluation(graph) for graph in graphs]
         for graph in (*graphs, *filter(None, evaluations)):

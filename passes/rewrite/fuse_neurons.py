@@ -12,7 +12,8 @@ A neuron is fused if its step can be recorded and written as a kernel (`neuron_s
 - the views between, if they merge or split [T, N];
 - behind it an addition of a value of the same shape, if nothing else reads the spikes.
 
-What stays as it is, is named with the reason.
+A neuron whose step has no kernel text, but which draws no random numbers, becomes a region too, without the norm:
+torch.compile makes the kernels of that one. What stays as it is, is named with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Origin, State, Value
 from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
-from snnpart.neuron_scan import leaf_number, start_number, step_of
+from snnpart.neuron_scan import draws, leaf_number, start_number, step_of
 from snnpart.neuron_step import NeuronStep, StepError
 from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, scan_input, splits_time
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps, leaf_paths
@@ -40,29 +41,52 @@ NAME = "fuse-neurons"
 
 
 def fuse_neurons(
-    graph: fx.Graph, leaves: Mapping[str, LeafInfo], profile: MachineProfile, *, state: str = "float32"
+    graph: fx.Graph,
+    leaves: Mapping[str, LeafInfo],
+    profile: MachineProfile,
+    *,
+    state: str = "float32",
+    way: str = "kernel",
 ) -> tuple[str, ...]:
-    """Fuse what can be in a stage graph, in place; why each other neuron stays.
+    """Fuse what can be in a stage graph, in place; why each other neuron has no kernel of its own.
 
     Args:
         state: the dtype that membranes are rounded to from step to step.
+        way: how a GPU runs those that can be written as kernels (`ops_fused.WAYS`).
     """
-    stays: list[str] = []
+    notes: list[str] = []
     for scan in [node for node in graph.nodes if _is_scan(node, leaves)]:
         own = with_sequence(scan)
         try:
             _check_form(own, leaves)
-            step = step_of(own, {path: leaves[path].module for path in leaf_paths(own)})
-            _check_parameters(own, leaves, step)
+            step = _kernel_step(own, leaves)
         except StepError as error:
-            stays.append(f"{facts.place(scan)} is not fused: {error}")
+            notes.append(f"{facts.place(scan)} is not fused: {error}")
             if own is not scan:
                 put_back(scan, own)
             continue
         if own is not scan:
             graph.erase_node(scan)
-        _fuse(graph, _chain(own), profile, state, step)
-    return tuple(stays)
+        if isinstance(step, str):
+            notes.append(f"{facts.place(own)} is compiled, not generated: {step}")
+            _fuse(graph, _chain(own, norm=False), profile, FusedNeuron(fx.Graph(), 0, state, way="compiled"))
+        else:
+            _fuse(graph, _chain(own), profile, FusedNeuron(fx.Graph(), 0, state, step, way))
+    return tuple(notes)
+
+
+def _kernel_step(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> NeuronStep | str:
+    """The step that a kernel is generated from, or why there is none. StepError where nothing else can run it either:
+    a compiler draws other random numbers."""
+    modules = {path: leaves[path].module for path in leaf_paths(scan)}
+    try:
+        step = step_of(scan, modules)
+        _check_parameters(scan, leaves, step)
+    except StepError as error:
+        if draws(scan, modules):
+            raise
+        return str(error)
+    return step
 
 
 def _is_scan(node: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
@@ -138,10 +162,11 @@ class _Chain:
     scan: fx.Node
 
 
-def _chain(scan: fx.Node) -> _Chain:
+def _chain(scan: fx.Node, *, norm: bool = True) -> _Chain:
     made = [scan] if scan.op == "call_module" else [scan, next(iter(scan.users))]
     starts = [n for n in scan.all_input_nodes if start_number(n) is not None and len(n.users) == 1]
-    return _Chain((*_before(scan), *starts, *made, *_addition_behind(made[-1])), scan)
+    before = _before(scan) if norm else _expansion(scan_input(scan))
+    return _Chain((*before, *starts, *made, *_addition_behind(made[-1])), scan)
 
 
 def _before(scan: fx.Node) -> list[fx.Node]:
@@ -194,7 +219,8 @@ def _is_plain_addition(node: fx.Node) -> bool:
     return same and node.args[0] is not node.args[1] and not node.kwargs
 
 
-def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, state: str, step: NeuronStep) -> None:
+def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, how: FusedNeuron) -> None:
+    """One node for the chain, which runs as `how` says."""
     end = chain.nodes[-1]
     inputs = list(dict.fromkeys(n for node in chain.nodes for n in node.all_input_nodes if n not in chain.nodes))
     region, mapping = fx.Graph(), {}
@@ -206,7 +232,7 @@ def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, state: str, s
     region.output((mapping[end],))
     steps = facts.need(scan_input(chain.scan), Value).shape[0]
     with graph.inserting_after(end):
-        fused = graph.call_function(FusedNeuron(region, steps, state, step), tuple(inputs))
+        fused = graph.call_function(replace(how, region=region, steps=steps), tuple(inputs))
     fused.meta = dict(end.meta)
     origin = facts.get(chain.scan, Origin) or Origin()
     facts.put(fused, replace(origin, made_by=NAME), _cost(chain, inputs, end, profile))

@@ -18,17 +18,20 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from snnpart import facts, ops, ops_fused, ops_time, shared_statistics
 from snnpart.facts import Value
+from snnpart.graph import Body
 from snnpart.neuron_scan import leaf_name, step_of_region
 from snnpart.neuron_step import NeuronStep, owned
 from snnpart.ops_fused import FusedNeuron, Parts
 from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
+from snnpart.runtime.kernels.choices import Choices, of_this_machine
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
+from snnpart.runtime.kernels.ways import Region, fastest, kind_of
 
 try:
     import triton
@@ -46,12 +49,16 @@ class Fused:
     `reference` is the region over the module, which runs where x is not on a GPU.
     """
 
-    def __init__(self, target: FusedNeuron, module: nn.Module, reference: Callable[..., Tensor]) -> None:
+    choices: Choices | None = None
+    """Instead of this machine's."""
+
+    def __init__(self, target: FusedNeuron, module: Body, reference: Callable[..., Tensor]) -> None:
         self.target, self._module, self._reference = target, module, reference
         self._parts = ops_fused.parts(target.region)
         self._dims = len(facts.need(ops_fused.scan_input(self._parts.scan), Value).shape)
         places = {node: i for i, node in enumerate(n for n in target.region.nodes if n.op == "placeholder")}
         self._places: dict[Any, int] = dict(places.items())
+        self._taken: dict[Any, str] = {}
         self._leaves = {leaf_name(i): path for i, path in enumerate(leaf_paths(self._parts.scan))}
 
     @cached_property
@@ -62,14 +69,53 @@ class Fused:
     def __call__(self, *args: Any) -> Tensor:
         if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
             return self._reference(*args)
+        return self._run(args)(*args)
+
+    def _run(self, args: Sequence[Any]) -> Callable[..., Tensor]:
+        """The function of the way in which these values are computed."""
+        way = self.target.way
+        if way == "measured":
+            rounds = self.target.state != "float32"  # which only the kernel does
+            way = "kernel" if rounds else self._fastest(args[self._places[self._parts.x]], args)
+        return self._ways[way]
+
+    def _fastest(self, x: Tensor, args: Sequence[Any]) -> str:
+        """The measured way; the kernel while a CUDA graph is captured, when nothing can be timed."""
+        training = self._parts.norm is not None and bool(self._value(self._parts.norm.args[6], args))
+        key = (x.shape, x.stride(), x.dtype, training, torch.is_grad_enabled())
+        if key not in self._taken:
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return "kernel"
+            choices = self.choices or of_this_machine(x.device)
+            self._taken[key] = fastest(choices, self._kind(args), self._ways, args, self._region)
+        return self._taken[key]
+
+    @cached_property
+    def _region(self) -> Region:
+        return Region(self.target, self._module)
+
+    @cached_property
+    def _ways(self) -> dict[str, Callable[..., Tensor]]:
+        return {"kernel": self._generated, "compiled": self._region.compiled, "plain": self._region.plain}
+
+    def _kind(self, args: Sequence[Any]) -> str:
+        call = self._call(args)
+        form = call.form(tuple(value.requires_grad for value in call.p))
+        texts = (forward_source(call.step, form), backward_source(call.step, form, write=True, reduce=False))
+        return kind_of(texts, args[self._places[self._parts.x]], call.inner == 1)
+
+    def _generated(self, *args: Any) -> Tensor:
+        call = self._call(args)
+        weight, bias = (None, None) if call.norm is None else (call.norm.weight, call.norm.bias)
+        y: Tensor = _Apply.apply(call, call.x, call.residual, weight, bias, *call.p)
+        return y.view(call.shape)
+
+    def _call(self, args: Sequence[Any]) -> _Call:
         x, residual = args[self._places[self._parts.x]], self._value(self._parts.residual, args)
         x = x.flatten(0, 1) if x.dim() == self._dims else x  # [T, N, ...], or one step [1, N, ...]
         p = tuple(self._parameter(name, args) for name in self.step.parameters)
         norm = None if self._parts.norm is None else self._norm(args)
-        call = _Call(self.step, self.target, norm, self._parts, x, residual, p)
-        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-        y: Tensor = _Apply.apply(call, call.x, call.residual, weight, bias, *p)
-        return y.view(call.shape)
+        return _Call(self.step, self.target, norm, self._parts, x, residual, p)
 
     def _value(self, item: Any, args: Sequence[Any]) -> Any:
         return args[self._places[item]] if item in self._places else item
@@ -137,7 +183,7 @@ class _Call:
     def __init__(
         self, step: NeuronStep, target: FusedNeuron, norm: _Norm | None, parts: Parts, x: Tensor, residual: Any, p: Any
     ) -> None:
-        self.step, self.norm, self.steps, self.shared = step, norm, target.steps, parts.shared
+        self.step, self.norm, self.steps, self.shared, self.p = step, norm, target.steps, parts.shared, p
         self.x = x if inner_of(x) is not None else x.contiguous()
         self.inner = inner_of(self.x) or 1
         outer, rest = x.shape[0] // (1 if parts.shared else self.steps), x.shape[1:]

@@ -38,7 +38,7 @@ from snnpart import facts
 from snnpart.errors import ConfigError
 from snnpart.facts import Origin, Value, Values
 from snnpart.ops import Surrogate
-from snnpart.ops_fused import FusedNeuron
+from snnpart.ops_fused import WAYS, FusedNeuron
 from snnpart.ops_time import Keep, Loop, Nested
 from snnpart.plan import STATE_DTYPES
 from snnpart.text import functions, literals, types
@@ -115,7 +115,7 @@ def target_text(node: fx.Node) -> str:
         together = f" by {target.together}" if target.together else ""
         return f"loop {target.steps}{together} ({', '.join(target.keep)})"
     if isinstance(target, FusedNeuron):
-        return f"fused {target.steps} {target.state}"
+        return f"fused {target.steps} {target.state}" + ("" if target.way == WAYS[0] else f" {target.way}")
     path = functions.path_of(target)
     kind = "class " if isinstance(target, type) else "function " if ":" in path else ""
     return f"{kind}{path}"
@@ -258,7 +258,8 @@ def _fused(line: Line, reader: Reader, rest: deque[Line]) -> FusedNeuron:
     state = line.need("name", "the dtype of states")
     if state.text not in STATE_DTYPES:
         raise line.error(f"states are not kept in '{state.text}'", state.column, STATE_DTYPES)
-    return FusedNeuron(_block("region", line, reader, rest, "a fused neuron"), steps, state.text)
+    way = next((way for way in WAYS[1:] if line.take(way)), WAYS[0])
+    return FusedNeuron(_block("region", line, reader, rest, "a fused neuron"), steps, state.text, way=way)
 
 
 def _block(name: str, line: Line, reader: Reader, rest: deque[Line], owner: str = "a loop") -> fx.Graph:

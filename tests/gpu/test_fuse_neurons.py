@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.runtime.kernels.fused import both, cases, errors, example, region
+from snnpart.runtime.kernels.choices import of_this_machine
+from tests.passes.rewrite.test_fuse_neurons import Mixing
+from tests.runtime.kernels.fused import Case, Steps, both, cases, errors, example, region
+from tests.runtime.kernels.test_ways import psn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -63,3 +69,26 @@ def test_a_fused_step_is_captured_and_replayed() -> None:
     case = CASES["PLIF"]
     wanted, found, _ = both(case, example(case, "cuda"), dtype=torch.float32, captured=True)
     assert {key: value for key, value in errors(wanted, found).items() if value > 1e-5} == {}
+
+
+@pytest.mark.parametrize("case", [Case(lambda: Steps(Mixing())), Case(psn)], ids=["inhibition", "PSN"])
+def test_steps_without_kernel_text_are_compiled(case: Case) -> None:
+    wanted, found, fused = both(case, example(case, "cuda"), dtype=case.dtype)
+    assert fused == 1
+    assert 0.01 < float(wanted[0].mean()) < 0.99
+    assert {key: value for key, value in errors(wanted, found).items() if value > 1e-9} == {}
+
+
+@pytest.mark.parametrize("name", ["LIF-detached", "written", "each step's statistics"])
+def test_the_fastest_way_is_measured_and_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three ways run, nothing is left of the measurement, and the result is that of the separate operations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    of_this_machine.cache_clear()
+    case = CASES[name]
+    wanted, found, _ = both(case, example(case, "cuda"), dtype=case.dtype, fuse="auto")
+    of_this_machine.cache_clear()
+    assert {key: value for key, value in errors(wanted, found).items() if value > 1e-9} == {}
+    (file,) = tmp_path.glob("snnpart/ways-*.json")
+    ((_, choice),) = json.loads(file.read_text()).items()
+    assert set(choice["microseconds"]) == {"kernel", "compiled", "plain"}
+    assert choice["way"] == min(choice["microseconds"], key=choice["microseconds"].get)

@@ -65,12 +65,6 @@ def test_a_loop_that_is_shown_one_image_is_fused_and_reads_it_once(norm: bool) -
     assert found.shared and (found.norm is not None) is norm
 
 
-def test_a_loop_that_is_shown_one_image_and_stays_is_left_as_it_was() -> None:
-    stays, plain = (compiled(Steps(Mixing(), still=True), fuse=fuse) for fuse in (True, False))
-    assert text.print_fx(stays.stages[0, 0].graph) == text.print_fx(plain.stages[0, 0].graph)
-    assert "is not fused: there is no kernel text for aten.mean" in stays.notices[0]
-
-
 def test_shared_statistics_are_fused_too() -> None:
     (node,) = fused_in(compiled(Block(lif()), batchnorm="sync"))
     assert parts(node.target.region).norm is not None  # type: ignore[union-attr]
@@ -120,26 +114,69 @@ class Mixing(Written):
         return super().forward(x, None if v is None else v - v.mean((1, 2, 3), keepdim=True))
 
 
+class AllResults(Steps):
+    """Spikes and membranes are kept."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        v, kept = None, []
+        for t in range(x.shape[0]):
+            spikes, v = self.step(self.conv(x[t]), v)
+            kept.append((spikes, v))
+        return torch.stack([s for s, _ in kept]), torch.stack([v for _, v in kept])
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Twice, "is not fused: it is called 2 times, with state handed on"),
-        (lambda: Block(neuron.PSN(T=4)), "is not fused: it has no single-step form"),
+        (Twice, "it is called 2 times, with state handed on"),
         (
             lambda: Block(neuron.LIFNode(step_mode="m", surrogate_function=surrogate.PoissonPass())),
-            "is not fused: its step cannot be recorded",
+            "its step cannot be recorded",
         ),
-        (
-            lambda: Steps(snntorch.Leaky(beta=torch.rand(6))),
-            "is not fused: 'beta' has shape (6,), which is no number for each channel",
-        ),
-        (lambda: Steps(Mixing()), "is not fused: there is no kernel text for aten.mean"),
+        (lambda: AllResults(Written()), "several results of its loop are used"),
     ],
 )
 def test_what_stays_is_named_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
     program = compiled(make())
     assert fused_in(program) == []
-    assert any(reason in notice for notice in program.notices)
+    assert any(f"is not fused: {reason}" in notice for notice in program.notices)
+    plain = compiled(make(), fuse=False)
+    assert text.print_fx(program.stages[0, 0].graph) == text.print_fx(plain.stages[0, 0].graph)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Block(neuron.PSN(T=4)), "it has no single-step form"),
+        (
+            lambda: Steps(snntorch.Leaky(beta=torch.rand(6))),
+            "'beta' has shape (6,), which is no number for each channel",
+        ),
+        (lambda: Steps(Mixing(), norm=True), "there is no kernel text for aten.mean"),
+        (lambda: Steps(Mixing(), still=True), "there is no kernel text for aten.mean"),
+    ],
+)
+def test_a_step_without_kernel_text_is_compiled(make: Callable[[], nn.Module], reason: str) -> None:
+    program = compiled(make())
+    (node,) = fused_in(program)
+    assert node.target.way == "compiled" and parts(node.target.region).norm is None  # type: ignore[union-attr]
+    assert any(f"is compiled, not generated: {reason}" in notice for notice in program.notices)
+    written = text.print_fx(program.stages[0, 0].graph)
+    assert " = fused 4 float32 compiled(" in written
+    assert text.print_fx(text.parse_fx(written)) == written
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [({"fuse": "auto"}, "measured"), ({"fuse": "auto", "batchnorm": "sync"}, "kernel"), ({"fuse": True}, "kernel")],
+)
+def test_ways_are_measured_when_asked_for_and_where_other_ranks_need_not_agree(
+    options: dict[str, Any], way: str
+) -> None:
+    (node,) = fused_in(compiled(Block(lif()), **options))
+    assert node.target.way == way  # type: ignore[union-attr]
+    sharded = fused_in(compiled(Block(lif(), channels=6), 4, 2, 6, 6, 6, tp=2, **options))
+    assert {node.target.way for node in sharded} == {"kernel"}  # type: ignore[union-attr]
 
 
 def test_a_fused_program_is_text_that_parses_back() -> None:
@@ -229,10 +266,16 @@ def test_surrogates_of_snntorch_are_generated(name: str) -> None:
     assert len(fused_in(compiled(Steps(layer)))) == 1
 
 
-def test_a_surrogate_of_snntorch_that_draws_stays() -> None:
-    program = compiled(Steps(snntorch.Leaky(beta=0.9, spike_grad=snntorch.surrogate.SSO())))
-    assert fused_in(program) == []
-    assert "is not fused" in program.notices[0]
+@pytest.mark.parametrize("still", [False, True])
+def test_a_surrogate_of_snntorch_that_draws_stays(still: bool) -> None:
+    """Also where its loop was made one over a sequence to look at it."""
+    found, plain = (
+        compiled(Steps(snntorch.Leaky(beta=0.9, spike_grad=snntorch.surrogate.SSO()), still=still), fuse=fuse)
+        for fuse in (True, False)
+    )
+    assert fused_in(found) == []
+    assert "is not fused" in found.notices[0]
+    assert text.print_fx(found.stages[0, 0].graph) == text.print_fx(plain.stages[0, 0].graph)
 
 
 @pytest.mark.parametrize("name", ["LIFCell", "LICell", "LIFAdExCell", "LIFBoxCell"])
@@ -242,9 +285,10 @@ def test_cells_of_norse_are_fused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["IAFCell", "LSNNCell", "LIFRefracCell", "LIFExCell"])
-def test_cells_of_norse_whose_first_step_needs_a_number_stay(name: str) -> None:
+def test_cells_of_norse_whose_first_step_needs_a_number_are_compiled(name: str) -> None:
     """They make their first state by `torch.full(shape, parameter)`."""
     norse = pytest.importorskip("norse.torch")
     program = compiled(Steps(getattr(norse, name)()))
-    assert fused_in(program) == []
-    assert "its step cannot be recorded" in program.notices[0]
+    (node,) = fused_in(program)
+    assert node.target.way == "compiled"  # type: ignore[union-attr]
+    assert "is compiled, not generated: its step cannot be recorded" in program.notices[0]
