@@ -43,6 +43,7 @@ RUNS: list[tuple[str, int, dict[str, Any]]] = [
     ("sinabs_from_model", 2, {"tp": 2}),
     ("sinabs_from_model", 2, {"pp": 2, "microbatches": 2}),
     ("tied", 2, {"dp": "fsdp2"}),
+    ("tied", 4, {"pp": 2, "tp": 2, "microbatches": 2}),
     ("recurrent", 4, {"pp": 2, "tp": 2, "microbatches": 2}),
     ("unet", 4, {"pp": 2, "dp": "ddp"}),
     ("small_sew-m", 2, {"pp": 2, "schedule": "zbv", "microbatches": 2}),
