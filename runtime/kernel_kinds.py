@@ -29,11 +29,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Share:
-    """Microseconds of a step that a group's kernels took, and those that its tasks need."""
+    """Microseconds of a step that a group's kernels took, and those that its tasks need.
+
+    `longest` is the kernel that took most of them, without the words that all kernels of torch begin with.
+    """
 
     group: str
     measured: float
     least: float
+    longest: str = ""
 
 
 CUDA = (
@@ -79,6 +83,9 @@ CPU = (
 """torch's operations on the CPU."""
 
 
+_NOISE = r"^void |at::native::|\(anonymous namespace\)::"
+
+
 def group_of(kernel: str, groups: Sequence[Group]) -> Group:
     """The first group that takes the kernel; the last one takes every kernel."""
     return next(group for group in groups if group.takes(kernel))
@@ -90,10 +97,14 @@ def shares(kernels: Mapping[str, float], works: Iterable[Work], groups: Sequence
     Args:
         kernels: microseconds of a step by kernel name.
     """
-    works, measured = list(works), dict.fromkeys((group.name for group in groups), 0.0)
+    works, members = list(works), {group.name: dict[str, float]() for group in groups}
     for kernel, us in kernels.items():
-        measured[group_of(kernel, groups).name] += us
-    found = [
-        Share(group.name, measured[group.name], total(works, *group.tasks) if group.tasks else 0.0) for group in groups
-    ]
+        members[group_of(kernel, groups).name][kernel] = us
+    found = [_share(group, members[group.name], works) for group in groups]
     return sorted((one for one in found if one.measured or one.least), key=lambda one: -one.measured)
+
+
+def _share(group: Group, kernels: Mapping[str, float], works: Sequence[Work]) -> Share:
+    least = total(works, *group.tasks) if group.tasks else 0.0
+    longest = re.sub(_NOISE, "", max(kernels, key=lambda kernel: kernels[kernel], default=""))
+    return Share(group.name, sum(kernels.values()), least, longest)

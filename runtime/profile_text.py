@@ -19,7 +19,8 @@ from snnpart.runtime.launch import launch
 from snnpart.runtime.profiling import Row, Whole
 from snnpart.runtime.ranks import Ranks
 
-SHOWN = 25
+SHOWN, NAMED = 25, 70
+"""Modules that are listed, and letters of a kernel's name."""
 Least = Callable[[tuple[int, int], int], tuple[Work, ...]]
 """The roofline's tasks of a rank, by its place on (pp, tp) and the number of ranks that deal the optimizer out."""
 
@@ -123,10 +124,11 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 def rest_table(shares: Sequence[Share], whole: Whole) -> list[str]:
     """What the step spends beyond the roofline, by kind of kernel as it runs, and what no kernel fills."""
-    lines = [f"{'kernels':40} {'measured':>10} {'share':>7} {'roofline':>10} {'beyond it':>10}   microseconds"]
+    head = f"{'kernels':32} {'measured':>10} {'share':>7} {'roofline':>10} {'beyond it':>10}"
+    lines = [f"{head}   microseconds; the longest kernel"]
     for one in [*shares, Share("gaps", max(0.0, whole.step - whole.busy), 0.0)]:
         lines.append(
-            f"{one.group:40} {one.measured:10.0f} {100 * one.measured / whole.step:6.1f}% {one.least:10.0f} "
-            f"{one.measured - one.least:10.0f}"
+            f"{one.group:32} {one.measured:10.0f} {100 * one.measured / whole.step:6.1f}% {one.least:10.0f} "
+            f"{one.measured - one.least:10.0f}   {one.longest[:NAMED]}".rstrip()
         )
     return lines

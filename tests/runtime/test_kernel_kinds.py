@@ -78,4 +78,5 @@ def test_every_task_is_in_one_group_and_the_last_group_takes_all(groups: tuple[G
 def test_shares_are_what_groups_took_beside_what_they_need() -> None:
     works = [Work("neuron", "sn1", 0.0, 8.0, 3.0), Work("neuron", "sn2", 0.0, 8.0, 2.0), Work("pool", "p", 0, 8, 1.0)]
     found = shares({"forward": 9.0, "Memset (Device)": 1.0, "forward_1": 1.0}, works, kernel_kinds.CUDA)
-    assert found == [Share("fused neuron forward", 10.0, 5.0), Share("fills", 1.0, 0.0), Share("pooling", 0.0, 1.0)]
+    neuron, fills = Share("fused neuron forward", 10.0, 5.0, "forward"), Share("fills", 1.0, 0.0, "Memset (Device)")
+    assert found == [neuron, fills, Share("pooling", 0.0, 1.0)]

@@ -34,12 +34,14 @@ def test_the_short_form_measures_a_step_and_its_kernels(
 
 
 def test_a_share_below_what_is_asked_for_fails() -> None:
-    found = bench.Measured((0.02, 0.03, 0.025), Whole(25e3, 24e3, 0.0), 10e3, [Share("pooling", 300.0, 100.0)], CPU)
+    found = bench.Measured(
+        (0.02, 0.03, 0.025), Whole(25e3, 24e3, 0.0), 10e3, [Share("pooling", 300.0, 100.0, "max_pool")], CPU
+    )
     share, pooling, gaps = bench.rows(ASKED, found)
     assert (share["ours"], share["status"], share["repeats"], share["spread"]) == ("0.400", "failed", 3, "0.400")
     assert "roofline 10.000 ms of a step of 25.000 ms" in share["note"] and "at least 0.45" in share["note"]
     assert (pooling["metric"], pooling["ours"]) == ("time: pooling", "0.300")
-    assert pooling["note"] == "roofline 0.100 ms; 1.2 % of the step"
+    assert pooling["note"] == "roofline 0.100 ms; 1.2 % of the step; the longest: max_pool"
     assert (gaps["metric"], gaps["ours"]) == ("time: gaps", "1.000")
     better = replace(found, least=12e3)
     assert bench.rows(ASKED, better)[0]["status"] == "ok"

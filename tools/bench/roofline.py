@@ -138,7 +138,8 @@ def _with_gaps(found: Measured) -> list[Share]:
 
 
 def _kernels(asked: Asked, one: Share, step: float) -> Row:
-    note = f"roofline {one.least / 1e3:.3f} ms; {100 * one.measured / step:.1f} % of the step"
+    longest = f"; the longest: {one.longest[: profile_text.NAMED]}" if one.longest else ""
+    note = f"roofline {one.least / 1e3:.3f} ms; {100 * one.measured / step:.1f} % of the step{longest}"
     ours = f"{one.measured / 1e3:.3f}"
     return _row(asked, f"time: {one.group}", "ms", ours=ours, repeats=profiling.PROFILED, note=note)
 
