@@ -103,3 +103,10 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or keyword."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def layer_of(tensor: str) -> str:
+    """The path of the layer that a tensor of the network is named for: its owner, or its own where a module has several
+    that are not called `weight`."""
+    owner, _, name = tensor.rpartition(".")
+    return owner if owner and name == "weight" else tensor

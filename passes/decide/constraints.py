@@ -7,7 +7,7 @@ Only where none matches does a name stand for what follows, and then "shard", "g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -16,6 +16,9 @@ from snnpart.graph import SpikeGraph
 from snnpart.passes.decide.lanes import REPLICATE, Lanes, find_lanes, path_of
 
 RULES = ("column", "row", "scatter", "group", "shard", REPLICATE)
+WRITTEN_OUT = 64
+"""Steps of a time loop, at most, that are written out to share a matrix inside it: a graph of more copies takes long to
+place, and that many collectives outweigh what is shared."""
 
 
 def pins_for(graph: SpikeGraph, tp: int, shard: Mapping[str, str]) -> dict[str, str]:
@@ -37,6 +40,16 @@ def pins_for(graph: SpikeGraph, tp: int, shard: Mapping[str, str]) -> dict[str, 
             raise _nothing(name, [*matrices, *followers], graph)
         pins.update(dict.fromkeys(found, rule))
     return pins
+
+
+def to_share(shard: str | Mapping[str, str], planned: Mapping[str, str] | None) -> Callable[[str, int], bool]:
+    """Whether a matrix inside a time loop (path of its layer, steps) is to be dealt out: where the given plan does so,
+    else as asked for. The fastest plan (`shard="time"`) leaves it whole: a collective a step costs more."""
+    if planned is not None:
+        return lambda path, steps: planned.get(path, REPLICATE) != REPLICATE
+    rules = {"*": "column" if shard == "max" else REPLICATE} if isinstance(shard, str) else {"*": "column", **shard}
+    last = lambda path: next(rule for name, rule in reversed(rules.items()) if _matching(name, [path]))  # noqa: E731
+    return lambda path, steps: steps <= WRITTEN_OUT and last(path) != REPLICATE
 
 
 def _paths(lanes: Lanes, graph: SpikeGraph) -> tuple[list[str], list[str]]:

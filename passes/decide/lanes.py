@@ -20,6 +20,7 @@ from torch import fx
 from snnpart import facts
 from snnpart.facts import Sharded, Spread
 from snnpart.graph import SpikeGraph
+from snnpart.passes.analyze.kinds import layer_of
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.rules import Ask, Deal, Declined, Misdealt, Row, extent, is_tensor
 from snnpart.passes.decide.rules_matrix import data_of, is_matrix, weight_of
@@ -278,8 +279,7 @@ def path_of(node: fx.Node) -> str:
     at = 2 if node.target is torch.einsum else 1
     weight = node.args[at] if len(node.args) > at else None
     if isinstance(weight, fx.Node) and is_tensor_read(weight):
-        owner, _, name = str(weight.target).rpartition(".")
-        return owner if owner and name == "weight" else str(weight.target)
+        return layer_of(str(weight.target))
     return facts.origin(node).module or (_owner(weight) if isinstance(weight, fx.Node) else "")
 
 

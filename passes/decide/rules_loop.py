@@ -1,7 +1,8 @@
 """The row of a time loop: what stays inside one channel at every step can be shared by channels as a whole.
 
 The rows of the operations inside are found as in a graph of their own, from how the loop's inputs lie. Collectives
-cannot stand inside a loop, so every operation there must take its inputs as they lie. Carried values are taken to lie
+cannot stand inside a loop, so every operation there must take its inputs as they lie; where a matrix inside is to be
+shared, the loop is written out before (`rewrite.unfold_feedback`). Carried values are taken to lie
 like an input of the same form (a membrane like the current that it sums), and must lie so after each step.
 """
 
@@ -16,6 +17,7 @@ from snnpart.ops_time import Loop
 from snnpart.passes.analyze.kinds import first_value
 from snnpart.passes.decide.rules import Ask, Declined, R, Row, Rule, checked, is_tensor
 from snnpart.passes.decide.rules_local import POOLS, functions
+from snnpart.passes.decide.rules_matrix import is_matrix
 from snnpart.passes.rewrite.local_sizes import local_arguments
 from snnpart.passes.rewrite.shared_statistics import STATISTICS
 
@@ -85,6 +87,8 @@ class _Inside:
         return [lanes.get(n) if isinstance(n, fx.Node) else None for n in output_node(graph).args[0]]  # type: ignore[union-attr]
 
     def _lane(self, node: fx.Node, inside: Ask) -> Lane:
+        if is_matrix(node):
+            raise Declined(f"{node.name} inside it needs all channels at every step")
         found = checked(node, self.follow(node, inside))
         if isinstance(found.output, Sharded) and _idles(found.output) and node.target in _NEEDS_CHANNELS:
             raise Declined(f"{node.name} inside it cannot run on a rank without channels")

@@ -1,4 +1,7 @@
-"""snnTorch: all of its neurons are leaves; their state comes in and goes out as arguments, or stays hidden in buffers.
+"""snnTorch: its neurons are leaves; their state comes in and goes out as arguments, or stays hidden in buffers.
+
+Recurrent neurons with a matrix, and LSTM cells, are traced through: the matrix is then an operation of the graph, whose
+rows tp ranks can share.
 
 A call returns `(spk, *states)`, or `spk` alone with `init_hidden=True` and no `output=True`. Spikes have the dtype that
 the surrogate gives, which is float32 for snnTorch's own whatever goes in, so it is asked on one element.
@@ -38,6 +41,9 @@ class SnnTorchAdapter(Adapter):
     name = "snntorch"
     package = "snntorch"
 
+    def is_leaf(self, module: nn.Module) -> bool:
+        return self.is_neuron(module) and (not _has_matrix(module) or bool(module.state_quant))
+
     def is_neuron(self, module: nn.Module) -> bool:
         return defined_in(module, "snntorch._neurons") and type(module).__name__ != "RecurrentOneToOne"
 
@@ -71,19 +77,16 @@ class SnnTorchAdapter(Adapter):
         if not _ours(module, _STEP) or module.state_quant:
             return NotImplemented
         x = args[0] if args else kwargs["input_"]
-        state_shape, spike_shape = _shapes(module, x)
         dtype = reduce(torch.promote_types, [t.dtype for t in tensors_in((args, dict(kwargs))) if t.dim()], x.dtype)
-        if _ours(module, _LSTM):
-            dtype = torch.promote_types(dtype, torch.get_default_dtype())
         spikes = _spike_dtype(module, dtype, x.device)
         # the membrane is lowered by the reset signal, which is a spike
         dtype = torch.promote_types(dtype, spikes)
         grad = needs_grad(module, args, dict(kwargs))
-        first = empty(x, spike_shape, dtype=spikes, grad=grad and not module.surrogate_disable)
+        first = empty(x, dtype=spikes, grad=grad and not module.surrogate_disable)
         if module.init_hidden and not module.output:
             return first
         count = _STEP[type(module).__name__][0]
-        return (first, *(empty(x, state_shape, dtype=dtype, grad=grad) for _ in range(count)))
+        return (first, *(empty(x, dtype=dtype, grad=grad) for _ in range(count)))
 
     def state_names(self, module: nn.Module) -> frozenset[str]:
         return frozenset({"spk", *module._non_persistent_buffers_set}) if self.is_neuron(module) else frozenset()
@@ -128,26 +131,14 @@ class SnnTorchAdapter(Adapter):
         return _STEP.get(type(module).__name__, (0, 10.0))[1]
 
 
+def _has_matrix(module: Any) -> bool:
+    return _ours(module, _LSTM) or (_ours(module, _RECURRENT) and bool(module.all_to_all))
+
+
 def _constants(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Decay, threshold and gain of a neuron: its own parameters and those buffers that are not state."""
     names = ("alpha", "beta", "threshold", "graded_spikes_factor", "V")
     return [(name, value) for name in names if isinstance(value := getattr(module, name, None), Tensor)]
-
-
-def _shapes(module: Any, x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Shapes of the state and of the spikes; None: that of the input."""
-    if _ours(module, ("SLSTM",)):
-        return (shape := (x.shape[0], module.hidden_size)), shape
-    if not _ours(module, ("SConv2dLSTM",)):
-        return None, None
-    state = (x.shape[0], module.out_channels, *x.shape[2:])
-    with torch.no_grad():
-        membrane = x.new_empty(state)
-        if module.max_pool:
-            return state, tuple(nn.functional.max_pool2d(membrane, module.max_pool).shape)
-        if module.avg_pool:
-            return state, tuple(nn.functional.avg_pool2d(membrane, module.avg_pool).shape)
-    return state, state
 
 
 def _spike_dtype(module: Any, dtype: torch.dtype, device: torch.device) -> torch.dtype:

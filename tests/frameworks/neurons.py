@@ -113,6 +113,12 @@ FRAMEWORKS = {"spikingjelly": spikingjelly, "snntorch": snntorch, "norse": norse
 INSTALLED = [name for name in FRAMEWORKS if importlib.util.find_spec(name)]
 
 
+TRACED_THROUGH = (
+    "snntorch-RLeaky", "snntorch-RSynaptic", "snntorch-SLSTM", "snntorch-SConv2dLSTM", "snntorch-SConv2dLSTM-pool",
+)  # fmt: skip
+"""Neurons that are no leaves: they hold a matrix."""
+
+
 def every_case() -> dict[str, Case]:
     """All neurons of the frameworks that are installed, by `framework-class-variant`."""
     return {f"{name}-{case}": value for name in INSTALLED for case, value in FRAMEWORKS[name]().items()}

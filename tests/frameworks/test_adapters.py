@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from snnpart import compat
 from snnpart.errors import ConfigError
 from snnpart.frameworks import adapter_for, is_leaf, preserved
-from tests.frameworks.neurons import every_case
+from tests.frameworks.neurons import TRACED_THROUGH, every_case
 
-CASES = every_case()
+EVERY = every_case()
+CASES = {name: case for name, case in EVERY.items() if name not in TRACED_THROUGH}
 
 
 def describe(value: Any) -> Any:
@@ -46,6 +47,12 @@ def test_infer_is_what_the_call_returns(name: str) -> None:
     same(inferred, real)
     assert all(isinstance(t, compat.FakeTensor) for t in pytree.tree_leaves(inferred) if isinstance(t, Tensor))
     assert vars(module) == before
+
+
+@pytest.mark.parametrize("name", [name for name in TRACED_THROUGH if name in EVERY])
+def test_neurons_with_a_matrix_are_no_leaves(name: str) -> None:
+    module = EVERY[name][0]()
+    assert not is_leaf(module) and adapter_for(module).is_neuron(module)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -36,9 +36,11 @@ from snnpart.pass_manager import PassManager  # noqa: E402
 from snnpart.passes import ANALYZE, REWRITE  # noqa: E402
 from snnpart.passes.analyze import kinds  # noqa: E402
 from snnpart.passes.analyze.cost import product_flops  # noqa: E402
+from snnpart.passes.decide.constraints import to_share  # noqa: E402
 from snnpart.passes.decide.lanes import REPLICATE, path_of  # noqa: E402
 from snnpart.passes.decide.placement import DecidePlacement  # noqa: E402
 from snnpart.passes.rewrite.shard_channels import local_tensors  # noqa: E402
+from snnpart.passes.rewrite.unfold_feedback import UnfoldFeedback  # noqa: E402
 from tests.distributed.jobs import layout  # noqa: E402
 from tests.zoo import ZOO, Model  # noqa: E402
 from tools.bench.rows import Row, row, write  # noqa: E402
@@ -46,17 +48,9 @@ from tools.zoo.catalogue import ZOO as PUBLIC  # noqa: E402
 from tools.zoo.catalogue import Entry  # noqa: E402
 
 LEAST_FLOPS, LEAST_PARAMETERS = 0.95, 0.90
-_CELL = "the matrix is inside a recurrent cell, which feeds its spikes back at every step: a collective a step"
-_LSNN = "Norse's cells hold all their matrices themselves, the feedback of the spikes among them"
-_UNFOLDED = "its first step is traced otherwise than the later ones, so that its linears stay inside loops over time"
+_LSNN = "Norse's cells hold all their matrices themselves, and begin with sparse spikes, which cannot be traced"
 EXCEPTIONS: Mapping[str, str] = {
-    "snntorch_rleaky": _CELL,
-    "snntorch_sconv2dlstm": "a convolutional LSTM mixes all channels at every step: a collective a step",
     "norse_lsnn": _LSNN,
-    "recurrent": "the linear that feeds spikes back stands in the time loop: a collective a step",
-    "B08": _UNFOLDED,
-    "B08-dropout": _UNFOLDED,
-    "B16-regression": _CELL,
     "B17-speech": _LSNN,
 }
 QUICK = ("small_sew-m", "unet", "tied")
@@ -87,7 +81,7 @@ def placed(model: Model) -> SpikeGraph:
     inputs = model.inputs()
     options = Options(tp=2, verify="off", **_dims(model))
     graph = trace_model(module, inputs[0] if len(inputs) == 1 else inputs, options, module.training)
-    PassManager((*REWRITE, *ANALYZE)).run(graph)
+    PassManager((*REWRITE, UnfoldFeedback(to_share("max", None)), *ANALYZE)).run(graph)
     DecidePlacement(2, CPU).run(graph)
     return graph
 

@@ -354,7 +354,7 @@ def test_a_recurrent_neuron_stays_whole_with_the_reason() -> None:
 
     module, inputs = Recurrent(), (torch.randn(4, 6),)
     program = compiled(module, inputs, tp=2, pinned=Plan(tp=2, shards={"inward": "column"}))
-    assert "RLeaky mixes channels, or is not known to keep them apart" in program.source.notes["replicated neuron"]
+    assert "linear_1 inside it needs all channels at every step" in program.source.notes["replicated neuron"]
     torch.testing.assert_close(simulate.run(program, inputs, training=True).outputs[0], module(*inputs))
 
 
