@@ -12,8 +12,8 @@ smallest in bytes. What a step takes is simulated for a rank of two, which compu
 With few units the first gather and the last reduce-scatter, which nothing hides, are large; with many there are many
 launches and latencies. The number is the fastest one; of those that are as fast the least, or, where parameters are
 sharded again after forward, the most. That takes a second gather and leaves about two units whole at any time; it is
-chosen where it costs at most `_WORTH` of a step, as it does where the gathers are hidden. It is not with one or two units,
-nor where a pipeline would gather for each of many microbatches, unless its memory is bounded.
+chosen where it costs at most `_WORTH` of a step, as it does where the gathers are hidden. It is not with one or two
+units, nor where a pipeline would gather for each of many microbatches, unless its memory is bounded.
 
 Why not a unit for each block always: below some megabytes a collective takes its latency, whatever it carries.
 """
@@ -144,42 +144,44 @@ def balanced(sizes: Sequence[float], most: int) -> list[list[int]]:
 
 def step_us(units: Sequence[Atom], profile: MachineProfile, *, again: bool, microbatches: int) -> float:
     """Microseconds of a step's forwards and backwards, optimizer and pipeline left out."""
-    now = talking = 0.0
+    clock, back = _Clock(profile), units[::-1]
     for number in range(microbatches):
-        fresh = again or number == 0
-        now, talking = _swept(units, [unit.forward_us for unit in units], profile, fresh, now, talking)
+        clock.sweep(units, [unit.forward_us for unit in units], 0 if again or number == 0 else len(units))
     for number in range(microbatches):
-        back = units[::-1]
-        times = [unit.backward_us for unit in back]
-        now, talking = _swept(back, times, profile, again, now, talking, reduces=number + 1 == microbatches)
-    return max(now, talking)
+        there = len(units) if not again else int(microbatches == 1)  # the last unit stays for the backward that follows
+        clock.sweep(back, [unit.backward_us for unit in back], there, reduces=number + 1 == microbatches)
+    return max(clock.now, clock.talking)
 
 
-def _swept(
-    units: Sequence[Atom],
-    times: Sequence[float],
-    profile: MachineProfile,
-    gathers: bool,
-    now: float,
-    talking: float,
-    reduces: bool = False,
-) -> tuple[float, float]:
-    """When a pass over the units has computed and communicated; a gather starts when the unit before computes."""
-    ready = talking = max(now, talking) + (_gather_us(units[0], profile) if gathers else 0.0)
-    for unit, time, following in zip(units, times, [*units[1:], None], strict=True):
-        if gathers:
-            now = max(now, ready) + profile.kernel_us(0.0, 2 * unit.bytes)
-            if following is not None:
-                ready = talking = max(now, talking) + _gather_us(following, profile)
-        now += time
-        if reduces:
-            now += profile.kernel_us(0.0, 2 * unit.bytes)
-            talking = max(now, talking) + profile.reduce_scatter_us("dp", unit.bytes, _RANKS)
-    return now, talking
+@dataclass
+class _Clock:
+    """When the computation and the communication that were begun so far end."""
 
+    profile: MachineProfile
+    now: float = 0.0
+    talking: float = 0.0
 
-def _gather_us(unit: Atom, profile: MachineProfile) -> float:
-    return profile.all_gather_us("dp", unit.bytes, _RANKS)
+    def sweep(self, units: Sequence[Atom], times: Sequence[float], there: int, reduces: bool = False) -> None:
+        """A pass over the units, of which the first `there` are whole: each gather starts when the unit before
+        computes."""
+        ready = self.now if there else self._gather(units[0])
+        for place, (unit, time) in enumerate(zip(units, times, strict=True)):
+            if place >= there:
+                self.now = max(self.now, ready) + self._copy_us(unit)
+            if there <= place + 1 < len(units):
+                ready = self._gather(units[place + 1])
+            self.now += time
+            if reduces:
+                self.now += self._copy_us(unit)
+                scatter = self.profile.reduce_scatter_us("dp", unit.bytes, _RANKS)
+                self.talking = max(self.now, self.talking) + scatter
+
+    def _gather(self, unit: Atom) -> float:
+        self.talking = max(self.now, self.talking) + self.profile.all_gather_us("dp", unit.bytes, _RANKS)
+        return self.talking
+
+    def _copy_us(self, unit: Atom) -> float:
+        return self.profile.kernel_us(0.0, 2 * unit.bytes)
 
 
 def atoms_by_stage(graph: SpikeGraph, tp: int) -> dict[int, list[Atom]]:
