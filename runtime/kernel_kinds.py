@@ -68,13 +68,13 @@ CUDA = (
 
 CPU = (
     Group("communication", r"gloo|c10d::"),
+    Group("optimizer", r"^optimizer", ("optimizer",)),
     Group("convolution backward", r"convolution_backward", ("convolution dgrad", "convolution wgrad")),
     Group("convolution forward", r"convolution|aten::.*conv\d?d", ("convolution",)),
     Group("matrix products", r"aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_dot)",
           ("product", "product gradients")),
     Group("norms", r"batch_norm|layer_norm|group_norm", ("norm", "norm backward")),
     Group("pooling", r"pool", ("pool", "pool backward")),
-    Group("optimizer", r"_fused_adam|optimizer\.step", ("optimizer",)),
     Group("layout, copies and casts", r"aten::(copy_|clone|contiguous|to|_to_copy|cat|stack)$", ("weight casts",)),
     Group("fills and allocations", r"aten::(fill_|zero_|zeros|ones|empty|full|new_)"),
     Group("neurons and other operations", r"^aten::", ("neuron", "neuron backward", "rest", "rest backward")),
