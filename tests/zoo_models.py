@@ -49,8 +49,8 @@ class _LeakyLoop(nn.Module):
         return torch.stack(spikes), torch.stack(membranes)
 
 
-def leaky_loop() -> nn.Module:
-    return _LeakyLoop(4, spike_grad=KeepDtype.apply)
+def leaky_loop(steps: int = 4) -> nn.Module:
+    return _LeakyLoop(steps, spike_grad=KeepDtype.apply)
 
 
 def leaky_loop_float32() -> nn.Module:
@@ -62,12 +62,12 @@ def leaky_loop_float32() -> nn.Module:
 class _StateLoop(nn.Module):
     """A linear snnTorch network around one kind of neuron whose state is threaded through by hand."""
 
-    def __init__(self, kind: str, states: int, **options: Any) -> None:
+    def __init__(self, kind: str, steps: int, **options: Any) -> None:
         super().__init__()
         import snntorch as snn
 
         neuron = getattr(snn, kind)
-        self.states = states
+        self.steps = steps
         self.fc1, self.first = nn.Linear(8, 9), neuron(spike_grad=KeepDtype.apply, **options)
         self.fc2, self.second = nn.Linear(9, 5), neuron(spike_grad=KeepDtype.apply, **options)
 
@@ -75,19 +75,19 @@ class _StateLoop(nn.Module):
         one: Any = self.first.reset_mem()
         two: Any = self.second.reset_mem()
         out = []
-        for _ in range(5):
+        for _ in range(self.steps):
             spikes, *one = self.first(self.fc1(x), *one)
             spikes, *two = self.second(self.fc2(spikes), *two)
             out.append(spikes)
         return torch.stack(out, dim=1)
 
 
-def synaptic_loop() -> nn.Module:
-    return _StateLoop("Synaptic", 2, alpha=0.9, beta=0.8, learn_alpha=True)
+def synaptic_loop(steps: int = 5) -> nn.Module:
+    return _StateLoop("Synaptic", steps, alpha=0.9, beta=0.8, learn_alpha=True)
 
 
-def alpha_loop() -> nn.Module:
-    return _StateLoop("Alpha", 3, alpha=0.9, beta=0.7)
+def alpha_loop(steps: int = 5) -> nn.Module:
+    return _StateLoop("Alpha", steps, alpha=0.9, beta=0.7)
 
 
 class _RecurrentLoop(nn.Module):
@@ -113,10 +113,11 @@ def rleaky_loop() -> nn.Module:
 
 
 class _ConvLstmLoop(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
         import snntorch as snn
 
+        self.steps = steps
         keep = KeepDtype.apply
         self.cell1 = snn.SConv2dLSTM(1, 4, 3, max_pool=2, threshold=0.1, spike_grad=keep)
         self.cell2 = snn.SConv2dLSTM(4, 4, 3, threshold=0.05, spike_grad=keep)
@@ -126,15 +127,15 @@ class _ConvLstmLoop(nn.Module):
         syn1, mem1 = self.cell1.init_sconv2dlstm()
         syn2, mem2 = self.cell2.init_sconv2dlstm()
         out = torch.zeros(())
-        for _ in range(3):
+        for _ in range(self.steps):
             spk, syn1, mem1 = self.cell1(x, syn1, mem1)
             spk, syn2, mem2 = self.cell2(spk, syn2, mem2)
             out = out + self.fc(spk.flatten(1))
         return out
 
 
-def sconv2dlstm_loop() -> nn.Module:
-    return _ConvLstmLoop()
+def sconv2dlstm_loop(steps: int = 3) -> nn.Module:
+    return _ConvLstmLoop(steps)
 
 
 def hidden_sequential() -> nn.Module:
@@ -148,10 +149,11 @@ def hidden_sequential() -> nn.Module:
 
 
 class _NorseLoop(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
         import norse.torch as norse
 
+        self.steps = steps
         fast = norse.LIFParameters(tau_mem_inv=torch.tensor(500.0), tau_syn_inv=torch.tensor(300.0))
         self.net = norse.SequentialState(
             nn.Conv2d(1, 6, 3),
@@ -164,14 +166,14 @@ class _NorseLoop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         state, out = None, []
-        for _ in range(4):
+        for _ in range(self.steps):
             y, state = self.net(x, state)
             out.append(y)
         return torch.stack(out).max(0).values
 
 
-def norse_sequential() -> nn.Module:
-    return _NorseLoop()
+def norse_sequential(steps: int = 4) -> nn.Module:
+    return _NorseLoop(steps)
 
 
 class _Lsnn(nn.Module):
@@ -241,31 +243,33 @@ class _Block(nn.Module):
 class HandWritten(nn.Module):
     """A residual network of hand-written neurons with the time loop in forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = 3) -> None:
         super().__init__()
+        self.steps = steps
         self.stem, self.block, self.head = _Block(3, 7), _Block(7, 7), nn.Linear(7, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Any = 0.0
-        for _ in range(3):
+        for _ in range(self.steps):
             y = self.stem(x)
             y = y + self.block(y)
             out = out + self.head(y.mean((2, 3)))
-        return out / 3
+        return out / self.steps
 
 
 class UNet(nn.Module):
     """Two levels down, two up, the skips concatenated."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = 2) -> None:
         super().__init__()
+        self.steps = steps
         self.down1, self.down2, self.middle = _Block(1, 4), _Block(4, 6), _Block(6, 6)
         self.up2, self.up1 = nn.ConvTranspose2d(6, 6, 2, stride=2), nn.ConvTranspose2d(6, 4, 2, stride=2)
         self.join2, self.join1, self.head = _Block(12, 6), _Block(8, 4), nn.Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         out = []
-        for _ in range(2):
+        for _ in range(self.steps):
             one = self.down1(x)
             two = self.down2(F.max_pool2d(one, 2))
             y = self.up2(self.middle(F.max_pool2d(two, 2)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from snnpart import text
+from snnpart import facts, text
 from snnpart.gate.compare import compare
 from snnpart.gate.observe import (
     Observed,
@@ -19,11 +19,15 @@ from snnpart.gate.observe import (
     same_random_numbers,
 )
 from snnpart.graph import SpikeGraph
+from snnpart.ops_time import Loop
 from snnpart.pass_manager import PassManager
+from snnpart.passes.analyze import kinds
 from snnpart.passes.rewrite.canonicalize import Canonicalize
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.trace import trace
 from tests.calibrate import is_neuron
+
+_STATELESS = ("conv", "linear", "norm", "pool")
 
 
 def traced(module: nn.Module, inputs: Any, **dims: Any) -> SpikeGraph:
@@ -95,3 +99,25 @@ def active(module: nn.Module, dtype: torch.dtype = torch.float64, scale: float =
 def images(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Random inputs, positive on average."""
     return torch.randn(shape, dtype=torch.float64).add(0.3).to(dtype)
+
+
+def repeated(graph: SpikeGraph) -> list[str]:
+    """Layers without state that stand more than once, or inside a loop."""
+    found: list[str] = []
+    seen: set[Any] = set()
+    for node in graph.graph.nodes:
+        inside = list(node.target.nodes()) if isinstance(node.target, Loop) else []
+        found += [inner.name for inner in inside if kinds.kind_of(inner) in _STATELESS]
+        layer = _layer(node)
+        found += [node.name] if layer in seen else []
+        seen |= {layer} if layer is not None else set()
+    return found
+
+
+def _layer(node: fx.Node) -> Any:
+    """What tells a layer from others: the tensors that it reads, or where a pooling is called."""
+    kind = kinds.kind_of(node)
+    if kind not in _STATELESS:
+        return None
+    tensors = tuple(source.target for source in node.all_input_nodes if source.op == "get_attr")
+    return (kind, tensors) if tensors else (kind, node.target, facts.origin(node))

@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from snnpart import facts
-from snnpart.graph import SpikeGraph
-from snnpart.ops_time import Loop
-from snnpart.passes.analyze import kinds
 from tests.calibrate import fire
 from tests.passes.rewrite.fold_time import nets
-from tests.passes.rewrite.fold_time.parity import active, check, fold, images, traced
+from tests.passes.rewrite.fold_time.parity import active, check, fold, images, repeated, traced
 from tests.zoo_models import KeepDtype
 from tools.bench import time_folding_nets
-
-_STATELESS = ("conv", "linear", "norm", "pool")
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ def test_folded_computes_what_the_loop_computes(name: str, steps: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 5, 25])
 def test_sew_resnet18_computes_what_its_loop_computes(steps: int) -> None:
     module, inputs = WHOLE.build(steps)
-    assert _repeated(check(module, inputs, **WHOLE.dims(steps))) == []
+    assert repeated(check(module, inputs, **WHOLE.dims(steps))) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,27 +151,5 @@ def test_the_size_does_not_depend_on_the_number_of_steps(name: str) -> None:
         graph = fold(traced(module, inputs, **case.dims(steps)))
         sizes.append(len(graph.graph.nodes))
         if not case.recurrent:
-            assert _repeated(graph) == []
+            assert repeated(graph) == []
     assert sizes[0] == sizes[1]
-
-
-def _repeated(graph: SpikeGraph) -> list[str]:
-    """Layers without state that stand more than once, or inside a loop."""
-    found: list[str] = []
-    seen: set[Any] = set()
-    for node in graph.graph.nodes:
-        inside = list(node.target.nodes()) if isinstance(node.target, Loop) else []
-        found += [inner.name for inner in inside if kinds.kind_of(inner) in _STATELESS]
-        layer = _layer(node)
-        found += [node.name] if layer in seen else []
-        seen |= {layer} if layer is not None else set()
-    return found
-
-
-def _layer(node: fx.Node) -> Any:
-    """What tells a layer from others: the tensors that it reads, or where a pooling is called."""
-    kind = kinds.kind_of(node)
-    if kind not in _STATELESS:
-        return None
-    tensors = tuple(source.target for source in node.all_input_nodes if source.op == "get_attr")
-    return (kind, tensors) if tensors else (kind, node.target, facts.origin(node))
