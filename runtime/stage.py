@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +27,10 @@ from snnpart import frameworks, ops
 from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.ops_fused import FusedNeuron
+from snnpart.ops_packed import PackedInput
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.compiled import compiled, leave_alone, left_alone
+from snnpart.runtime.kernels import bits as kernel_bits
 from snnpart.runtime.kernels.fused_neuron import Fused
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import views_for_readers
@@ -64,7 +66,9 @@ class StageModule(Body):
     """Whether graphs are compiled by torch.compile when they are bound."""
 
     def bound(self, target: Any) -> Any:
-        """A fused neuron runs as a kernel on a GPU."""
+        """A fused neuron runs as a kernel on a GPU, and so does the packing of bits."""
+        if isinstance(target, PackedInput):
+            return replace(target, pack=kernel_bits.pack, unpack=kernel_bits.unpack)
         bound = super().bound(target)
         found = Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
         return left_alone(found) if self.compiles else found

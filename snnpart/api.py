@@ -60,6 +60,7 @@ def parallelize(
     fuse: bool | str | None = None,
     neuron_dtype: str = "float32",
     numerics: str = "exact",
+    saved: str = "plain",
     channels_last: bool | None = None,
     fold: bool | int = True,
     detach_every: int | None = None,
@@ -109,6 +110,7 @@ def parallelize(
         neuron_dtype: what a fused neuron rounds membranes to from step to step: "float32", "bfloat16", "float16".
         numerics: "fold": evaluations fold BatchNorm into the convolution or linear layer before it (docs/kernels.md);
             "exact": not.
+        saved: "packed": spikes that convolutions and linear layers keep for backward are kept as bits; "plain": not.
         memory: bytes that one rank may take in a training step: parameters, gradients, two moments of an optimizer, and
             what backward needs of the microbatches in flight. Layers are shared and stages are cut so that it is kept.
         fsdp_units: with dp="fsdp2", units of each stage in which parameters are gathered and gradients reduced (at most
@@ -163,6 +165,7 @@ def parallelize(
         fuse=fuse,
         neuron_dtype=neuron_dtype,
         numerics=numerics,
+        saved=saved,
         channels_last=channels_last,
         fold=fold,
         detach_every=detach_every,

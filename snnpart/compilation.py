@@ -67,6 +67,7 @@ class Options:
     fuse: bool | str | None = None
     neuron_dtype: str = "float32"
     numerics: str = "exact"
+    saved: str = "plain"
     channels_last: bool | None = None
     detach_every: int | None = None
     state: str = "reset"
@@ -94,7 +95,7 @@ class Options:
                 raise ConfigError(f"{name}={value!r} is not a positive integer")
         Plan(
             tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0,
-            numerics=self.numerics, neuron_dtype=self.neuron_dtype, fuse=self.fuse or False,
+            numerics=self.numerics, neuron_dtype=self.neuron_dtype, fuse=self.fuse or False, saved=self.saved,
         )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def compile_program(
         if not wanted
     }
     rewrites: list[Pass] = [item for item in REWRITE if item.name not in left_out]
-    if options.tp > 1:
+    if options.tp > 1 and isinstance(options.fold, bool):  # loops that run in rounds stay loops
         rewrites.append(UnfoldFeedback(to_share(options.shard, None if plan is None else plan.shards)))
     records = PassManager((*rewrites, *analyses(profile))).run(graph)
     chosen = decide_microbatches(
@@ -154,7 +155,8 @@ def compile_program(
     folded = _fold(graph, options, decided, plan, profile)
     decided = replace(decided, **_kernels(graph, options, plan), fold=folded)
     numerics = plan.numerics if plan is not None and options.numerics == "exact" else options.numerics
-    decided = replace(decided, batchnorm=statistics, numerics=numerics)
+    saved = plan.saved if plan is not None and options.saved == "plain" else options.saved
+    decided = replace(decided, batchnorm=statistics, numerics=numerics, saved=saved)
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)

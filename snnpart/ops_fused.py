@@ -112,6 +112,12 @@ def parts(region: fx.Graph) -> Parts:
     )
 
 
+def input_place(target: FusedNeuron) -> int:
+    """Which of the values that a fused neuron is called with is x, the one that it keeps for backward."""
+    places = [node for node in target.region.nodes if node.op == "placeholder"]
+    return places.index(parts(target.region).x)
+
+
 def scan_input(scan: fx.Node) -> fx.Node:
     """The sequence that a neuron layer or a loop goes through."""
     found: Any = scan.args[0] if scan.op == "call_module" else scan.args[0][0]  # type: ignore[index]

@@ -12,6 +12,7 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
   microbatch over all data-parallel ranks ("sync").
 - `fuse`: whether neurons run in kernels of their own on a GPU ("auto": in the fastest way, which is measured there).
 - `numerics`: whether evaluations fold BatchNorm into the layers before it ("fold") or not ("exact").
+- `saved`: whether spikes that layers keep for backward are kept as bits ("packed") or as they are ("plain").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
 - `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step.
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
@@ -34,6 +35,7 @@ DATA_PARALLEL = ("ddp", "fsdp2")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 BATCHNORM = ("microbatch", "full", "sync")
 NUMERICS = ("exact", "fold")
+SAVED = ("plain", "packed")
 FUSE = (True, False, "auto")
 VERSION = 1
 
@@ -56,6 +58,7 @@ class Plan:
     batchnorm: str = "microbatch"
     reshard: bool = False
     numerics: str = "exact"
+    saved: str = "plain"
     tied: tuple[str, ...] = ()
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
@@ -76,6 +79,8 @@ class Plan:
             raise ConfigError(f"batchnorm={self.batchnorm!r} is not known", choices=BATCHNORM)
         if self.fuse not in FUSE:
             raise ConfigError(f"fuse={self.fuse!r} is not known", choices=FUSE)
+        if self.saved not in SAVED:
+            raise ConfigError(f"saved={self.saved!r} is not known", choices=SAVED)
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r} is not known", choices=NUMERICS)
         if self.neuron_dtype not in STATE_DTYPES:

@@ -18,10 +18,13 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from snnpart import facts
+from snnpart.bits import packed_bytes
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.facts import Cost, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
+from snnpart.ops_fused import FusedNeuron, input_place
+from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.kinds import first_value, name_of, value_of
@@ -229,6 +232,9 @@ def _saved(node: fx.Node, value: Value, kept: set[fx.Node]) -> float:
 def own_saved(node: fx.Node, value: Value) -> float:
     """Bytes that the node makes for backward alone: masks, places of maxima, membranes."""
     name = name_of(node)
+    if isinstance(node.target, PackedInput):
+        given = value_of(node.args[0])
+        return 0.0 if given is None else float(packed_bytes(given.numel, node.target.states[1]))
     if name in _SAVES_MASK:
         return float(value.numel)
     if kinds.kind_of(node) == "leaf":
@@ -240,7 +246,11 @@ def kept_values(node: fx.Node) -> tuple[fx.Node, ...]:
     """The values, each by the node whose memory it is, that autograd keeps for the backward of `node`."""
     name = name_of(node)
     keeps: list[fx.Node] = []
-    if name in _SAVES_RESULT:
+    if isinstance(node.target, FusedNeuron):
+        keeps = [node.args[input_place(node.target)]]  # type: ignore[list-item]
+    elif isinstance(node.target, PackedInput):
+        keeps = kinds.tensor_inputs(node)[1:]
+    elif name in _SAVES_RESULT:
         keeps = [node]
     elif kinds.kind_of(node) in _SAVES_INPUT or name in _SAVES_BOTH:
         keeps = kinds.tensor_inputs(node)

@@ -12,6 +12,7 @@ from snnpart.graph import LeafInfo, copied
 from snnpart.passes.rewrite.channels_last import channels_last
 from snnpart.passes.rewrite.fold_norms import fold_norms
 from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
+from snnpart.passes.rewrite.pack_saved import pack_saved
 from snnpart.plan import Plan
 
 
@@ -43,7 +44,7 @@ class Kernels:
         return "measured" if self.plan.fuse == "auto" and apart else "kernel"
 
     def prepare(self, graphs: Sequence[fx.Graph]) -> tuple[fx.Graph | None, ...]:
-        """Fuse neurons and lay images out as the plan says, in place.
+        """Fuse neurons, lay images out and have spikes kept as bits as the plan says, in place.
 
         Returns:
             the graphs of evaluations, where they are others than those of training.
@@ -56,8 +57,9 @@ class Kernels:
         evaluations = [self._for_evaluation(graph) for graph in graphs]
         for graph in (*graphs, *filter(None, evaluations)):
             if self.plan.channels_last:
-                weights = channels_last(graph)
-                self.weights |= weights if self.plan.dp != "fsdp2" else frozenset()
+                self.weights |= channels_last(graph)
+        for graph in graphs if self.plan.saved == "packed" else ():
+            pack_saved(graph)
         return tuple(evaluations)
 
     def _for_evaluation(self, graph: fx.Graph) -> fx.Graph | None:

@@ -39,6 +39,7 @@ from snnpart.errors import ConfigError
 from snnpart.facts import Origin, Value, Values
 from snnpart.ops import Surrogate
 from snnpart.ops_fused import WAYS, FusedNeuron
+from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Keep, Loop, Nested
 from snnpart.plan import STATE_DTYPES
 from snnpart.text import functions, literals, types
@@ -116,6 +117,9 @@ def target_text(node: fx.Node) -> str:
         return f"loop {target.steps}{together} ({', '.join(target.keep)})"
     if isinstance(target, FusedNeuron):
         return f"fused {target.steps} {target.state}" + ("" if target.way == WAYS[0] else f" {target.way}")
+    if isinstance(target, PackedInput):
+        low, count = target.states
+        return f"packed {low} {count} {functions.path_of(target.function)}"
     path = functions.path_of(target)
     kind = "class " if isinstance(target, type) else "function " if ":" in path else ""
     return f"{kind}{path}"
@@ -208,6 +212,9 @@ def _read_target(line: Line, reader: Reader, rest: deque[Line]) -> tuple[str, An
         return "call_function", _loop(line, reader, rest)
     if line.take("fused"):
         return "call_function", _fused(line, reader, rest)
+    if line.take("packed"):
+        low, count = (int(reader.read(line)) for _ in range(2))
+        return "call_function", PackedInput(_function(line), (low, count))
     if line.take("surrogate"):
         return "call_function", _surrogate(line, reader)
     if line.take("class"):

@@ -48,6 +48,7 @@ class RunConfig(Configuration):
         precision: fp32, bf16 or fp16 (autocast; fp16 with a loss scaler).
         numerics: fold: evaluations fold BatchNorm into the layer before it; exact: they do not.
         memory: bytes that a rank may use, or None.
+        saved: packed: spikes that layers keep for backward are kept as bits; plain: they are not.
         execution: auto, eager, compile or cuda_graph.
         device: cpu or cuda; None: cuda where there is one.
         seed: of weights, order of samples, augmentation and dropout.
@@ -75,6 +76,7 @@ class RunConfig(Configuration):
     batchnorm: Literal["microbatch", "full", "sync"] = "microbatch"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     numerics: Literal["exact", "fold"] = "exact"
+    saved: Literal["plain", "packed"] = "plain"
     memory: int | None = None
     execution: Literal["auto", "eager", "compile", "cuda_graph"] = "auto"
     device: str | None = None

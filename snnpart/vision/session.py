@@ -135,6 +135,7 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "plan": config.plan,
         "batchnorm": config.batchnorm,
         "numerics": config.numerics,
+        "saved": config.saved,
         "verify": config.verify,
         "memory": config.memory,
         "fuse": on_gpu(config),

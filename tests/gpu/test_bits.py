@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from snnpart import bits
+from snnpart.ops_packed import PackedInput
 from snnpart.runtime.kernels import bits as kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -22,3 +25,32 @@ def test_kernels_are_bit_equal_to_the_reference(dtype: torch.dtype, low: int, st
     assert torch.equal(planes.cpu(), bits.pack(x, (low, states)))
     back = kernels.unpack(planes, elements, (low, states), dtype)
     assert back.dtype is dtype and torch.equal(back.cpu(), x)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_convolution_that_keeps_bits_has_the_gradients_of_one_that_keeps_numbers(captured: bool) -> None:
+    """Channels last, under bf16 autocast, also replayed from a CUDA graph; the forward leaves no image behind."""
+    torch.manual_seed(0)
+    torch.backends.cudnn.deterministic = True
+    x = torch.randint(0, 3, (8, 16, 32, 32), device="cuda").float().contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(16, 16, 3, 3, device="cuda", requires_grad=True)
+    rest = (None, (1, 1), (1, 1), (1, 1), 1)
+    grads = []
+    for run in (torch.conv2d, PackedInput(torch.conv2d, (0, 3), kernels.pack, kernels.unpack)):
+
+        def step(run: Any = run) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                y = run(x, weight, *rest)
+            return torch.autograd.grad((y.float() ** 2).sum(), weight)[0]
+
+        step()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                grad = step()
+            graph.replay()
+        else:
+            grad = step()
+        grads.append(grad.clone())
+    assert torch.equal(*grads) and float(grads[0].abs().max()) > 0
