@@ -33,6 +33,7 @@ InDims = Annotated[int | None, typer.Option("--in-dims", help="batch dim of the 
 Steps = Annotated[int | None, typer.Option("--time-steps", help="T: call a single-step model T times")]
 Tp = Annotated[int, typer.Option(help="ranks that share the channels of each layer")]
 Pp = Annotated[int, typer.Option(help="pipeline stages")]
+Dp = Annotated[str, typer.Option(help="ddp or fsdp2: how data-parallel ranks hold the parameters")]
 Microbatches = Annotated[int | None, typer.Option(help="parts of a batch in the pipeline; default pp")]
 Schedule = Annotated[str | None, typer.Option(help="1f1b (default), gpipe, interleaved-1f1b, interleaved-zb or zbv")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="JSON of a plan to keep")]
@@ -65,13 +66,14 @@ class Compilation(Network):
 
     tp: Tp = 1
     pp: Pp = 1
+    dp: Dp = "ddp"
     microbatches: Microbatches = None
     schedule: Schedule = None
     plan: PlanFile = None
 
     def options(self) -> dict[str, Any]:
         """Keywords of `parallelize`, without those that say where batch and time are."""
-        own = {name: getattr(self, name) for name in ("tp", "pp", "microbatches", "schedule", "plan")}
+        own = {name: getattr(self, name) for name in ("tp", "pp", "dp", "microbatches", "schedule", "plan")}
         return {**super().options(), **own}
 
 

@@ -50,6 +50,13 @@ def test_a_plan_can_be_edited_and_given_back(capsys: pytest.CaptureFixture[str],
     assert Plan.from_json(out).microbatches == 3 and Plan.from_json(out).tp == 2
 
 
+def test_how_data_parallel_ranks_hold_parameters_is_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", *NET, "--in-dims", "0", "--dp", "fsdp2")
+    assert code == 0 and Plan.from_json(out).dp == "fsdp2", err
+    code, _, err = run(capsys, "plan", *NET, "--in-dims", "0", "--dp", "zero")
+    assert code == 1 and "dp='zero' is not known" in err and "fsdp2" in err
+
+
 def test_verify_says_how_far_the_numbers_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "verify", *NET, *FOUR, "--in-dims", "0")
     assert code == 0, err
