@@ -102,7 +102,7 @@ def test_rows_compare_ours_with_every_mode_of_the_peer() -> None:
 
 def test_a_side_that_failed_is_named_and_the_other_kept() -> None:
     case = next(table(HERE))
-    found = {"ours": measured(60.0), "cuda_graph": "cuda_graph: no result in 9 s", "eager": measured(6.0)}
+    found: Any = {"ours": measured(60.0), "cuda_graph": "cuda_graph: no result in 9 s", "eager": measured(6.0)}
     row = rows_of(case, found)[0]
     assert (row["status"], row["ours"], row["peer"]) == ("failed", "60", "")
     assert reasons(row) == {"cuda_graph": "no result in 9 s"}

@@ -36,7 +36,8 @@ class BiSpike(nn.Module):
         self.time_steps, self.decay, self.amplitude = time_steps, decay, amplitude
 
     def forward(self, currents: Tensor) -> Tensor:
-        membrane, spikes = currents[0], []
+        membrane = currents[0]
+        spikes: list[Tensor] = []
         for step in range(self.time_steps):
             if step:
                 membrane = membrane * self.decay * (self.amplitude - spikes[-1].detach()) + currents[step]
@@ -47,6 +48,9 @@ class BiSpike(nn.Module):
 
 class Attention(nn.Module):
     """Causal attention over the tokens of [T, B, S, H]."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     program = parallelize(
         SpikeLM(sizes),
-        example_inputs=torch.zeros(asked.batch, sizes.tokens, dtype=torch.long),
+        example_inputs=torch.zeros(min(asked.batch, 8), sizes.tokens, dtype=torch.long),
         tp=asked.tp,
         pp=asked.pp,
         dp=asked.dp,
