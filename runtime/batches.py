@@ -80,6 +80,8 @@ class Batches:
         everyone, *sums = self._ranks.agree(problem, [weighs, *mine, *(number**2 for number in mine), *counts])
         copies = self._ranks.mesh.pp * self._ranks.mesh.tp
         microbatch.check_same_batch(sums[:dp], sums[dp : 2 * dp], copies)
+        if self._compiled.plan.dp == "fsdp2" and self._compiled.plan.reshard:
+            microbatch.check_same_count([size / copies for size in sums[:dp]], self._compiled.plan.microbatches)
         factors = [reduction.factor(weight, everyone, dp) for weight in weights]
         return factors, sum(sums[:dp]) / copies, sums[2 * dp :]
 

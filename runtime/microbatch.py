@@ -120,6 +120,17 @@ def check_same_batch(sizes: Sequence[float], squares: Sequence[float], copies: i
         )
 
 
+def check_same_count(sizes: Sequence[float], microbatches: int) -> None:
+    """Where parameters are gathered for each microbatch all dp ranks must have as many of them."""
+    counts = [min(int(size), microbatches) for size in sizes]
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"the dp ranks have {counts} microbatches, and gather parameters together for each of them",
+            fix=f"give every dp rank at least {microbatches} samples, leave the last batch out, or compile with "
+            "fsdp_reshard=False",
+        )
+
+
 def check_finite(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     """ConfigError when a tensor holds NaN or Inf."""
     for name, x in zip(names, tensors, strict=True):

@@ -101,7 +101,7 @@ def run(
         ConfigError: fewer samples than microbatches.
     """
     held = {name: info.tensor for name, info in compiled.source.tensors.items()} | dict(values or {})
-    ranks = {at: _make_rank(program, held) for at, program in compiled.stages.items()}
+    ranks = {at: _make_rank(program, held, compiled.source) for at, program in compiled.stages.items()}
     sizes = _part_sizes(compiled.source, inputs, microbatches)
     parts = [
         x.split(sizes, info.batch_dim) if info.batch_dim is not None else [x] * len(sizes)
@@ -111,11 +111,11 @@ def run(
     return SimulatedRun(_merge(results, compiled.source, sizes), ranks)
 
 
-def _make_rank(program: StageProgram, values: Mapping[str, Tensor]) -> _Rank:
+def _make_rank(program: StageProgram, values: Mapping[str, Tensor], source: SpikeGraph) -> _Rank:
     tensors = {part.name: _local(part, values[part.name]) for part in program.tensors}
     for part in program.tensors:
         if part.leaf is None:
-            compat.carry_hooks(values[part.name], tensors[part.name])
+            compat.carry_hooks(source.tensors[part.name].tensor, tensors[part.name])
     leaves: dict[str, nn.Module] = {}
     for path, info in program.leaves.items():
         leaves[path] = frameworks.clone_leaf(info.module, program.inside(path, tensors))

@@ -5,8 +5,7 @@ pass says it once, in the graph: what a convolution reads is converted where it 
 convolutions, norms, fused neurons, pooling, additions and views that merge or split the leading dims hand it on. So a
 region has one conversion at each entry, and no operation inside makes another (a test counts them).
 
-Weights of these convolutions are kept in the same order (`TensorSlice.channels_last`), except under FSDP2, which shards
-parameters as they lie and takes contiguous ones only; there each convolution converts its own.
+Weights of these convolutions are kept in the same order (`TensorSlice.channels_last`).
 """
 
 from __future__ import annotations

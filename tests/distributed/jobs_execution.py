@@ -157,11 +157,11 @@ def overflow(**topology: Any) -> dict[str, Any]:
     return {"unchanged": unchanged, "scale": scale, "changed": changed}
 
 
-def lying_otherwise(execution: str) -> dict[str, Any]:
+def lying_otherwise(execution: str, **options: Any) -> dict[str, Any]:
     """Weights with channels last, as kernels want them, under dp."""
     running = parallelize(
         gpu.make_net().double(), example_inputs=gpu.batch(0)[0].double(), input_layout="NCHW", time_steps=2,
-        verify="off", channels_last=True,
+        verify="off", channels_last=True, **options,
     ).launch(OPTIMIZERS["adamw"], execution=execution)  # fmt: skip
     assert isinstance(running, RunningProgram)
     losses = []

@@ -142,3 +142,36 @@ def unreached(units: int, reshard: bool) -> list[Any]:
         found.append(running.gradients())
     running.close()
     return found
+
+
+def few_samples(reshard: bool) -> list[Any]:
+    """Batches of (2, 2), (2, 1) and (1, 1) samples on two ranks with two microbatches: losses or what is raised."""
+    program = parallelize(
+        fill(Hooked(), scale=0.9), example_inputs=det(2, 4) * 2, verify="off", dp="fsdp2", microbatches=2,
+        fsdp_units=2, fsdp_reshard=reshard,
+    )  # fmt: skip
+    running = program.launch(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    found: list[Any] = []
+    for sizes in ((2, 2), (2, 1), (1, 1)):
+        x, y = (
+            part.split(sizes)[running.ranks.at.dp] for part in (det(sum(sizes), 4) * 2, torch.arange(sum(sizes)) % 3)
+        )
+        try:
+            found.append(running.train_step(x, y, F.cross_entropy).item())
+        except SnnpartError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    running.close()
+    return found
+
+
+def doubled(**how: Any) -> dict[str, Tensor]:
+    """Gradients of a network whose user registered a hook on a parameter; the gate compares them too."""
+    net = fill(Hooked(), scale=0.9)
+    net.a.weight.register_hook(lambda grad: 2 * grad)
+    running = parallelize(net, example_inputs=det(4, 4) * 2, microbatches=2, **how).launch()
+    x, y = det(8, 4) * 2, torch.arange(8) % 3
+    mine = slice(4 * running.ranks.at.dp, 4 * running.ranks.at.dp + 4)
+    running.train_step(x[mine], y[mine], F.cross_entropy)
+    result = running.gradients()
+    running.close()
+    return result

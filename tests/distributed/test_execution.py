@@ -107,8 +107,10 @@ def test_an_overflow_anywhere_is_one_everywhere(pool: Pool, how: dict[str, Any])
         assert found == {"unchanged": True, "scale": 2.0**59, "changed": True}
 
 
-def test_weights_that_lie_with_channels_last(pool: Pool) -> None:
-    eager, static = (pool.run(JOBS + "lying_otherwise", ranks=2, execution=e) for e in ("eager", "cuda_graph"))
+@pytest.mark.parametrize("how", [{}, {"dp": "fsdp2"}, {"dp": "fsdp2", "fsdp_units": 3, "fsdp_reshard": True}], ids=str)
+def test_weights_that_lie_with_channels_last(pool: Pool, how: dict[str, Any]) -> None:
+    eager = pool.run(JOBS + "lying_otherwise", ranks=2, execution="eager")
+    static = pool.run(JOBS + "lying_otherwise", ranks=2, execution="cuda_graph", **how)
     for want, got in zip(eager, static, strict=True):
         assert want["orders"] == got["orders"] == {True, False}
         assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)

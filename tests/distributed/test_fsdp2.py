@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from snnpart.api import parallelize
+from snnpart.errors import ConfigError, PlanError
 from tests.distributed.cases import Aux, det, fill, reset
 from tests.distributed.jobs_fsdp2 import Hooked
 from tests.distributed.jobs_launch import both_answers, first_answer, second_answer
@@ -66,8 +68,8 @@ def test_the_next_unit_is_gathered_while_one_computes(pool: Pool) -> None:
         ("start", 0), ("gather", 0), ("start", 1), ("free", 0), ("gather", 1), ("start", 2), ("free", 1),
     ]  # fmt: skip
     assert events[7:] == [
-        ("gather", 2), ("start", 1), ("free", 2), ("reduce", 2), ("gather", 1), ("start", 0), ("free", 1), ("reduce", 1),
-        ("gather", 0), ("free", 0), ("reduce", 0),
+        ("gather", 2), ("start", 1), ("free", 2), ("reduce", 2), ("gather", 1), ("start", 0), ("free", 1),
+        ("reduce", 1), ("gather", 0), ("free", 0), ("reduce", 0),
     ]  # fmt: skip
 
 
@@ -142,3 +144,47 @@ def test_gradient_hooks_on_shards_are_refused(pool: Pool) -> None:
     for text in pool.run(JOBS + "hooked", ranks=2, where="gradient"):
         assert text.startswith("LaunchError: stage 0: a hook was registered on 'a.weight', which under dp=\"fsdp2\"")
         assert "register_post_accumulate_grad_hook" in text
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_dp_ranks_with_other_numbers_of_microbatches(pool: Pool, reshard: bool) -> None:
+    """Equal to one process where parameters stay; refused on both ranks, before anything is sent, where they do not."""
+    one = OneProcess(fill(Hooked(), scale=0.9), reset=reset, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    wanted = []
+    for sizes in ((2, 2), (2, 1), (1, 1)):
+        if reshard and sizes == (2, 1):
+            wanted.append(None)
+            continue
+        xs, ys = (part.split(sizes) for part in (det(sum(sizes), 4) * 2, torch.arange(sum(sizes)) % 3))
+        wanted.append(one.train_step(list(zip(xs, ys, strict=True)), F.cross_entropy))
+    for found in pool.run(JOBS + "few_samples", ranks=2, reshard=reshard):
+        for got, want in zip(found, wanted, strict=True):
+            if want is None:
+                assert got.startswith("ConfigError: the dp ranks have [2, 1] microbatches")
+            else:
+                assert got == pytest.approx(want, abs=1e-9)
+
+
+def doubling() -> Hooked:
+    """A network whose user rewrites a gradient."""
+    net = fill(Hooked(), scale=0.9)
+    net.a.weight.register_hook(lambda grad: 2 * grad)
+    return net
+
+
+@pytest.mark.parametrize("how", [{"dp": "ddp"}, KEPT, AGAIN], ids=name_of)
+def test_hooks_on_the_users_parameters_run_on_their_copies(pool: Pool, how: dict[str, Any]) -> None:
+    one = OneProcess(doubling(), reset=reset, microbatches=2)
+    x, y = det(8, 4) * 2, torch.arange(8) % 3
+    one.train_step([(x[:4], y[:4]), (x[4:], y[4:])], F.cross_entropy)
+    for gradients in pool.run(JOBS + "doubled", ranks=2, **how):
+        assert_same(gradients, one.gradients())
+
+
+def test_hooks_that_would_not_see_what_they_were_made_for_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"'a.weight' has a gradient hook(.|\n)*shard=\{\"a\": \"replicate\"\}"):
+        parallelize(doubling(), example_inputs=det(4, 4) * 2, tp=2)
+    net = fill(Hooked(), scale=0.9)
+    net.a.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"'a.weight' has a hook that runs after(.|\n)*named_parameters"):
+        parallelize(net, example_inputs=det(4, 4) * 2)
