@@ -42,6 +42,8 @@ class Share:
 
 CUDA = (
     Group("communication", r"nccl"),
+    Group("compiled by torch", r"^triton_"),
+    Group("packing of bits", r"^_(un)?pack$"),
     Group("attention and matrix products",
           r"sdpa|flash|fmha|^(?!.*(fprop|dgrad|wgrad|conv)).*(gemm|gemv|nvjet|splitkreduce|cublas|\bdot_kernel)",
           ("product", "product gradients")),

@@ -13,7 +13,7 @@ from snnpart.ops_fused import FusedNeuron
 from snnpart.roofline import TASKS, Work
 from snnpart.runtime import kernel_kinds
 from snnpart.runtime.kernel_kinds import CPU, CUDA, Group, Share, group_of, shares
-from snnpart.runtime.kernels import batch_stats
+from snnpart.runtime.kernels import batch_stats, bits
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
 from tests.gpu import jobs_execution as gpu
 
@@ -39,6 +39,7 @@ NAMES = {
     "layout, copies and casts",
     "Memcpy DtoD (Device -> Device)": "layout, copies and casts",
     "Memset (Device)": "fills",
+    "triton_red_fused__native_batch_norm_legit_2": "compiled by torch",
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>(int)":
     "fills",
     "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>(int)": "additions",
@@ -65,6 +66,7 @@ def test_our_own_kernels_are_known_by_the_names_they_are_written_with() -> None:
     forward, backward = forward_source(step, form), backward_source(step, form, write=True, reduce=True)
     names = [re.match(r"def (\w+)", text)[1] for text in (forward, backward)]  # type: ignore[index]
     assert [group_of(name, CUDA).name for name in names] == ["fused neuron forward", "fused neuron backward"]
+    assert {group_of(kernel.__name__, CUDA).name for kernel in (bits._pack, bits._unpack)} == {"packing of bits"}
     for kernel in (batch_stats._partial_stats, batch_stats._final_stats):
         assert group_of(kernel.__name__, CUDA).name == "statistics of norms"
 
