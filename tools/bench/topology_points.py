@@ -99,10 +99,15 @@ class Sweep:
 
 
 def vision_case(section: str, point: Point, settings: Settings, *options: str, modes: int | None = None) -> Case:
-    """A point of the vision benchmarks; `modes` keeps that many of the peer's, counted from the last one."""
+    """A point of the vision benchmarks; `modes` keeps that many of the peer's, counted from the last one.
+
+    In a sweep the peer loads its data in its own process: batches of worker processes lie in shared memory, which is
+    small in a container, and the time of loading is not counted.
+    """
     peers = TOPOLOGIES[point.topology].peers[-modes if modes else 0 :]
     ours = ("vision_ours.py", *point.options(ours=True), *options, "--device", settings.device)
-    theirs = ("vision_peer.py", *point.options(ours=False), *options)
+    loading = ("--workers", "0") if section.endswith("sweep") else ()
+    theirs = ("vision_peer.py", *point.options(ours=False), *options, *loading)
     sides, missing = {"ours": ours}, {}
     for mode, extra in peers:
         if settings.device == "cuda":
