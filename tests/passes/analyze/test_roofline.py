@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from snnpart.api import parallelize
 from snnpart.costs import MachineProfile
@@ -87,6 +88,12 @@ def test_flops_and_bytes_are_those_counted_by_hand(low: torch.dtype | None) -> N
     rate = 1e9 if low is None else 4e9
     heavy = next(work for work in works if work.task == "convolution dgrad")
     assert heavy.us == pytest.approx(1e6 * max(heavy.flops / rate, heavy.moved / 1e9)) and heavy.module == "conv2"
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    with FlopCounterMode(display=False) as counter:
+        Net()(torch.rand(T, N, 3, SIDE, SIDE)).sum().backward()
+    assert sum(work.flops for work in roofline(compiled(), MACHINE, N)) == counter.get_total_flops()
 
 
 def test_a_norm_on_its_own_is_counted_apart_from_its_neuron() -> None:
