@@ -172,7 +172,15 @@ def _belongs(event: Any, forward_of: dict[int, tuple[str, str]]) -> tuple[tuple[
 
 def whole(step: Step, device: torch.device, repeats: int = 10, trace: Path | None = None) -> Whole:
     """A step as it runs; it has run often enough before. A Chrome trace of `PROFILED` steps is written to `trace`."""
-    seconds = timed(step, device, repeats)
+    us, cuda = 1e6 * timed(step, device, repeats), device.type == "cuda"
+    events = watched(step, device, trace)
+    talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
+    busy, communication = (_union([event.time_range for event in some]) / PROFILED for some in (events, talking))
+    return Whole(us, min(busy, us), communication, _by_name(events, cuda))
+
+
+def watched(step: Step, device: torch.device, trace: Path | None = None) -> list[Any]:
+    """What the profiler sees of `PROFILED` steps: kernels and copies on a GPU, operations on the CPU."""
     cuda = device.type == "cuda"
     kinds = [ProfilerActivity.CUDA] if cuda else []
     kinds += [ProfilerActivity.CPU] if trace is not None or not cuda else []
@@ -185,10 +193,7 @@ def whole(step: Step, device: torch.device, repeats: int = 10, trace: Path | Non
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         seen.export_chrome_trace(str(trace))
-    talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
-    busy = _union([event.time_range for event in events]) / PROFILED
-    communication = _union([event.time_range for event in talking]) / PROFILED
-    return Whole(1e6 * seconds, min(busy, 1e6 * seconds), communication, _by_name(events, cuda))
+    return events
 
 
 def timed(step: Step, device: torch.device, repeats: int) -> float:

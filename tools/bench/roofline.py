@@ -91,6 +91,7 @@ def measure(asked: Asked, device: torch.device) -> Measured:
         channels_last=True,
     )
     adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
+    profiling.watched(lambda: torch.zeros(1, device=device), device)  # there before a step is captured
     launched: Any = program.launch(adamw, device=str(device), execution="auto", precision=asked.precision)
     with launched as running:
         step = _steps(running, asked, pinned=device.type == "cuda")
