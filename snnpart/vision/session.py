@@ -70,7 +70,8 @@ class Session:
         """This rank's steps of one pass, of `batches` batches each; see `Shares`."""
         mesh, at = self.running.ranks.mesh, self.running.ranks.at
         size = self.config.batch_size * batches
-        shares = Shares(len(samples), size, mesh.dp, at.dp, order, position, smallest)
+        lengths = samples.lengths if size * mesh.dp > 1 else None
+        shares = Shares(len(samples), size, mesh.dp, at.dp, order, position, smallest, lengths)
         pin = self.running.ranks.device.type == "cuda"
         return Loader(samples, shares, self.layout, self.config.workers, pin)
 

@@ -65,11 +65,13 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
 @dataclass
 class Position:
-    """How far training is. `samples` of the epoch were seen; `loss` is the sum over them of their batches' losses."""
+    """How far training is. `samples` of the epoch were seen, `skipped` were left out among them; `loss` is the sum over
+    those that were seen of their batches' losses."""
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
+    skipped: int = 0
     loss: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -139,7 +141,7 @@ class Trainer:
         loader = self.session.loader(
             samples,
             order=(self.config.seed, at.epoch),
-            position=at.samples,
+            position=at.samples + at.skipped,
             smallest=1,
             batches=self.config.accumulate,
         )
@@ -164,6 +166,7 @@ class Trainer:
             loss = self.running.train_step(inputs, targets, self._loss_of)
         total = loss.detach().to(torch.float64) * batch.together
         self.at.samples += batch.together
+        self.at.skipped += batch.skipped
         self.at.step += 1
         if self.average is not None:
             self.average.update()
@@ -225,7 +228,7 @@ class Trainer:
         """To the start of the next epoch, unless training ended within this one; a checkpoint of it."""
         at = self.at
         if whole:
-            at.epoch, at.samples, at.loss = at.epoch + 1, 0, 0.0
+            at.epoch, at.samples, at.skipped, at.loss = at.epoch + 1, 0, 0, 0.0
             if self.scheduler is not None and self.config.scheduler_interval == "epoch":
                 build.advance(self.scheduler, at.metrics["validation_loss"])
         if self.checkpoints is not None:
@@ -245,6 +248,7 @@ class Trainer:
             "step": at.step,
             "epoch": at.epoch,
             "samples": at.samples,
+            "skipped": at.skipped,
             "loss": loss,
             "metrics": at.metrics,
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
@@ -254,7 +258,14 @@ class Trainer:
         self.checkpoints.save(at.step, extra)
 
     def _restore(self, extra: Mapping[str, Any]) -> None:
-        self.at = Position(extra["step"], extra["epoch"], extra["samples"], extra["loss"], dict(extra["metrics"]))
+        self.at = Position(
+            extra["step"],
+            extra["epoch"],
+            extra["samples"],
+            extra.get("skipped", 0),
+            extra["loss"],
+            dict(extra["metrics"]),
+        )
         if self.scheduler is not None and extra["scheduler"] is not None:
             self.scheduler.load_state_dict(extra["scheduler"])
 

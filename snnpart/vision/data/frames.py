@@ -5,8 +5,10 @@ root/[train|test]/CLASS/sample.npz      frames [T, C, H, W], uint8 or any number
 
 from __future__ import annotations
 
+import zipfile
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
@@ -57,6 +59,17 @@ class FrameFolder(Dataset[Any]):
         if not self.files:
             raise ConfigError(f"{root} holds no frames", fix="write one .npz file with 'frames' for each sample")
 
+    @cached_property
+    def lengths(self) -> list[int] | None:
+        """T of every sample, from the files' headers; None where `frames` fixes it. A file without a header that can be
+        read counts as of the commonest T."""
+        if self._frames is not None:
+            return None
+        found = [_length(path) for path, _ in self.files]
+        known = [length for length in found if length is not None]
+        usual = max(set(known), key=known.count) if known else 0
+        return [usual if length is None else length for length in found]
+
     def __len__(self) -> int:
         return len(self.files)
 
@@ -66,6 +79,29 @@ class FrameFolder(Dataset[Any]):
         if self._frames is not None and len(frames) != self._frames:
             raise ConfigError(f"{path} holds {len(frames)} frames, not {self._frames}", fix="frames=None takes any T")
         return frames, target
+
+
+def _length(path: Path) -> int | None:
+    """T of the frames in one file, without reading them."""
+    try:
+        if path.suffix == ".npz":
+            with zipfile.ZipFile(path) as archive, archive.open("frames.npy") as member:
+                return _leading(member)
+        if path.suffix == ".npy":
+            with path.open("rb") as file:
+                return _leading(file)
+        with h5py.File(path, "r") as file:
+            return int((file["frames"] if "frames" in file else file[next(iter(file))]).shape[0])
+    except Exception:  # what is wrong with it is said when it is read
+        return None
+
+
+def _leading(file: IO[bytes]) -> int:
+    """The first size of the array in a .npy file."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, _ = read(file)
+    return int(shape[0])
 
 
 def read_frames(path: Path) -> Tensor:

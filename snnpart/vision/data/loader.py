@@ -12,6 +12,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,15 @@ _PREFETCHED = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of a step. `real` of its rows count; `indices` are those of all its rows."""
+    """This rank's part of a step. `real` of its rows count; `indices` are those of all its rows; `skipped` samples
+    before it are left out."""
 
     inputs: Tensor
     targets: Any
     indices: tuple[int, ...]
     counted: Tensor
     together: int
+    skipped: int = 0
 
     @property
     def real(self) -> int:
@@ -90,7 +93,8 @@ class Layout:
                 raise ConfigError(
                     f"sample {index} has shape {tuple(x.shape)}, sample {indices[0]} {tuple(samples[0].shape)}: "
                     "they cannot be in one batch",
-                    fix="give all samples one size, or batch_size = 1",
+                    fix="give all samples one size, or batch_size = 1; for frames of several T give the data set "
+                    "`lengths`, the T of each sample",
                 )
         return torch.stack(list(samples), self.letters.index(BATCH))
 
@@ -119,9 +123,24 @@ class Samples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def __getitem__(self, position: int) -> tuple[Tensor, Any, int, bool]:
+    @cached_property
+    def lengths(self) -> tuple[int, ...] | None:
+        """T of every sample where the data set says it (`lengths`), the model takes any, and they differ."""
+        if TIME not in self._layout.letters or self._layout.time_steps is not None:
+            return None
+        whole = _lengths(self._source)
+        found = None if whole is None else tuple(whole[index] for index in self._chosen)
+        return found if found and len(set(found)) > 1 else None
+
+    def _instead_of(self, position: int) -> Iterator[int]:
+        """The sample itself, then those that can stand for it: the later ones of its T."""
         for later in range(len(self)):
-            index = self._chosen[(position + later) % len(self)]
+            other = (position + later) % len(self)
+            if self.lengths is None or self.lengths[other] == self.lengths[position]:
+                yield self._chosen[other]
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Any, int, bool]:
+        for later, index in enumerate(self._instead_of(position)):
             try:
                 return *self._read(index), self._chosen[position], later == 0
             except Exception as error:
@@ -139,6 +158,17 @@ class Samples(Dataset[Any]):
         if not (isinstance(found, (tuple, list)) and len(found) == 2):
             raise ConfigError(f"sample {index} is a {type(found).__name__}, not a pair (x, y)")
         return self._layout.sample(found[0], index), found[1] if self._targets else 0
+
+
+def _lengths(source: Any) -> Sequence[int] | None:
+    """What the data set under torch's `Subset` and `ConcatDataset` says of its samples' T."""
+    if type(source) is Subset:
+        whole = _lengths(source.dataset)
+        return None if whole is None else [whole[index] for index in source.indices]
+    if type(source) is ConcatDataset:
+        parts = [_lengths(part) for part in source.datasets]
+        return [length for part in parts if part is not None for length in part] if None not in parts else None
+    return getattr(source, "lengths", None)
 
 
 def _holder(source: Any, index: int) -> tuple[Any, int]:
@@ -267,7 +297,8 @@ class Loader:
             if isinstance(found, ConfigError):
                 raise found
             x, y, indices, counted = found
-            yield Batch(x, y, indices, counted & (torch.arange(len(counted)) < step.real), step.together)
+            real = counted & (torch.arange(len(counted)) < step.real)
+            yield Batch(x, y, indices, real, step.together, step.skipped)
 
 
 def _surviving(loader: DataLoader[Any]) -> Iterator[_Rows | ConfigError]:

@@ -61,3 +61,33 @@ def test_epochs_differ(epoch: int) -> None:
     first = [share.indices for share in Shares(32, 8, order=(0, 0))]
     assert first != [share.indices for share in Shares(32, 8, order=(0, epoch))]
     assert first == [share.indices for share in Shares(32, 8, order=(0, 0))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(4, 7), min_size=1, max_size=70), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_steps_of_several_t_hold_one_each_and_go_on_anywhere(
+    lengths: list[int], batch: int, dp: int, data: st.DataObject
+) -> None:
+    given_lengths = {"lengths": tuple(lengths)}
+    counted = [
+        [index for share in step for index in share.indices[: share.real]]
+        for step in steps_of(len(lengths), batch, dp, **given_lengths)
+    ]
+    assert sorted(sum(counted, [])) == list(range(len(lengths))), "evaluation counts every sample once"
+    training = {**given_lengths, "order": (0, 1), "smallest": 1}
+    whole = steps_of(len(lengths), batch, dp, **training)
+    for step in whole:
+        assert len({lengths[index] for share in step for index in share.indices}) == 1
+        assert all(share.real for share in step)
+    seen = data.draw(st.integers(0, len(whole)))
+    position = sum(step[0].together + step[0].skipped for step in whole[:seen])
+    rest = steps_of(len(lengths), batch, dp, **training, position=position)
+    assert [[share.indices for share in step] for step in rest] == [[s.indices for s in step] for step in whole[seen:]]
+    shares = Shares(len(lengths), batch, dp, **training)  # type: ignore[arg-type]
+    assert shares.taken == sum(step[0].together for step in whole) >= len(lengths) - 4 * (dp - 1)
+
+
+def test_runs_of_one_t_are_mixed() -> None:
+    lengths = (4, 5) * 2048
+    found = [lengths[share.indices[0]] for share in Shares(4096, 64, order=(0, 0), smallest=1, lengths=lengths)]
+    assert len(found) == 64 and 1 < sum(a != b for a, b in zip(found, found[1:], strict=False)) < 8
