@@ -227,6 +227,8 @@ class Fsdp2(Alone):
         while self._last and self._next < len(order) and order[self._next].waiting <= 0:
             if order[self._next].expected:
                 order[self._next].reduce()
+            for earlier in order[max(self._next - 2, 0) : max(self._next - 1, 0)]:
+                earlier.settle()  # it has had two units' time, and holds memory
             self._next += 1
 
     def finish(self) -> None:

@@ -95,12 +95,21 @@ class Member:
 
 @dataclass(eq=False)
 class _Reduction:
-    """Gradients on their way: of `members`, whose rows lie in `own` at the end."""
+    """Gradients on their way: of `members`, whose rows lie in `own` at the end. `sent` is what they are taken from."""
 
     members: Sequence[Member]
-    sent: Tensor
+    sent: Tensor | None
     own: Tensor
     work: Any
+    share: float
+    """What the sum is multiplied by where the backend does not average."""
+
+    def settle(self) -> None:
+        """Wait for the gradients, and let go of what was sent."""
+        if self.work is not None:
+            self.work.wait()
+            self.own = self.own if self.share == 1.0 else self.own * self.share
+            self.sent = self.work = None
 
 
 @dataclass(eq=False)
@@ -119,6 +128,7 @@ class Unit:
     """Parameters whose gradients of this step are on their way."""
     half: torch.dtype | None = None
     """The precision of what autocast rounds; None without autocast."""
+    _row: Tensor | None = None
     _out: Tensor | None = None
     _work: Any = None
     _whole: bool = True
@@ -142,9 +152,9 @@ class Unit:
         """Begin to gather the parameters, unless they are there or on their way."""
         if self._whole or self.is_coming:
             return
-        row = self._row()
-        self._out = row.new_empty(self.axis.size * row.numel())
-        self._work = compat.gather_into(self._out, row, self.axis.group)
+        self._row = self.row()
+        self._out = self._row.new_empty(self.axis.size * self._row.numel())
+        self._work = compat.gather_into(self._out, self._row, self.axis.group)
 
     def gather(self) -> None:
         """Have the parameters whole."""
@@ -152,7 +162,7 @@ class Unit:
             return
         self.start()
         self._work.wait()
-        out, self._out, self._work, self._whole = self._out, None, None, True
+        out, self._out, self._row, self._work, self._whole = self._out, None, None, None, True
         assert out is not None
         out = out.view(self.axis.size, -1)
         into, come = [], []
@@ -173,7 +183,7 @@ class Unit:
             return
         if self._work is not None:
             self._work.wait()
-        self._out, self._work, self._whole = None, None, False
+        self._out, self._row, self._work, self._whole = None, None, None, False
         for member in self.members:
             for read in member.read:
                 read.untyped_storage().resize_(0)
@@ -186,7 +196,7 @@ class Unit:
             yield member, read, offset
             offset += aligned(member.chunk * read.element_size())
 
-    def _row(self) -> Tensor:
+    def row(self) -> Tensor:
         """What this rank sends into a gather, as bytes."""
         places = list(self._places())
         if all(read is member.whole for member, read, _ in places):
@@ -224,12 +234,16 @@ class Unit:
         compat.copy_many(into, come)
         self._reductions.append(_scattered(members, sent, self.axis))
 
+    def settle(self) -> None:
+        """Wait for the gradients that are on their way."""
+        for reduction in self._reductions:
+            reduction.settle()
+
     def finish(self, reached: frozenset[str]) -> None:
         """Wait for the gradients; those of the `reached` members are added to their shards'."""
+        self.settle()
         for reduction in self._reductions:
-            reduction.work.wait()
-            own = reduction.own if _averages(self.axis) else reduction.own.div_(self.axis.size)
-            offset, itemsize = 0, own.element_size()
+            own, offset, itemsize = reduction.own, 0, reduction.own.element_size()
             for member in reduction.members:
                 if member.name in reached:
                     _give(member, own[offset : offset + member.chunk])
@@ -253,11 +267,9 @@ def _scattered(members: Sequence[Member], sent: Tensor, axis: Axis) -> _Reductio
     """A reduce-scatter under way; not every other backend has one, they sum everything."""
     if _averages(axis):
         own = torch.empty_like(sent[0])
-        work = compat.average_into(own, sent.view(-1), axis.group)
-    else:
-        own = sent[axis.index]
-        work = dist.all_reduce(sent, group=axis.group, async_op=True)
-    return _Reduction(members, sent, own, work)
+        return _Reduction(members, sent, own, compat.average_into(own, sent.view(-1), axis.group), 1.0)
+    work = dist.all_reduce(sent, group=axis.group, async_op=True)
+    return _Reduction(members, sent, sent[axis.index], work, 1.0 / axis.size)
 
 
 def _give(member: Member, row: Tensor) -> None:

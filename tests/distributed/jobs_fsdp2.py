@@ -85,7 +85,7 @@ def autocast(dp: str, precision: str, execution: str = "eager", **options: Any) 
     result = {"losses": losses, "gradients": running.gradients(), "state": running.state_dict()}
     parallel = running._engine.parallel
     result["outputs"] = running.eval_step(x)
-    result["sent"] = sum(unit._row().numel() for unit in parallel.units) if isinstance(parallel, Fsdp2) else 0
+    result["sent"] = sum(unit.row().numel() for unit in parallel.units) if isinstance(parallel, Fsdp2) else 0
     running.close()
     return result
 

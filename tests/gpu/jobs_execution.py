@@ -28,6 +28,8 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "ddp2": (2, {}),
     "fsdp2": (2, {"dp": "fsdp2"}),
+    "fsdp2-kept": (2, {"dp": "fsdp2", "fsdp_units": 3, "fsdp_reshard": False}),
+    "fsdp2-again": (2, {"dp": "fsdp2", "fsdp_units": 4, "fsdp_reshard": True}),
     "tp2": (2, {"tp": 2}),
     "pp2-gpipe": (2, {"pp": 2, "schedule": "gpipe", "microbatches": 2}),
     "pp2-1f1b": (2, {"pp": 2, "schedule": "1f1b", "microbatches": 4}),
@@ -103,7 +105,7 @@ def loss_fn(out: Tensor, target: Tensor) -> Tensor:
 def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **options: Any) -> RunningProgram:
     ranks, topology = TOPOLOGIES[name]
     x, _ = batch(0)
-    share = BATCH // 2 if name in ("ddp2", "fsdp2") else BATCH
+    share = BATCH // 2 if name.startswith(("ddp", "fsdp")) else BATCH
     program = parallelize(
         make_net(dropout, name == "pp2-tied"),
         example_inputs=x[:share],
