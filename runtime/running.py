@@ -222,8 +222,8 @@ class RunningProgram:
     def preserved(self) -> Iterator[None]:
         """Put buffers, gradients and mode back when the block is left: for checks that must leave no trace.
 
-        Steps inside compute in full precision, clip no gradient, update no parameter, and run what they are given as
-        one window.
+        Steps inside compute in full precision, neurons too, clip no gradient, update no parameter, and run what they
+        are given as one window.
         """
         engine = self._engine
         buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.named_buffers()]
@@ -235,12 +235,12 @@ class RunningProgram:
             settings, clip_grad_norm=None, reduction=MEAN, check_loss=False, cut=None, share_statistics=False
         )
         state = engine.carry.put_aside() if engine.carry is not None else None
-        self._execution.paused = True
+        self._execution.paused, self._stage.module.rounds = True, False
         self.zero_grad()
         try:
             yield
         finally:
-            self._execution.paused = False
+            self._execution.paused, self._stage.module.rounds = False, True
             if engine.carry is not None and state is not None:
                 engine.carry.put_back(state)
             engine.training, engine.optimizer, engine.settings = training, optimizer, settings

@@ -65,6 +65,9 @@ class StageModule(Body):
     compiles = False
     """Whether graphs are compiled by torch.compile when they are bound."""
 
+    rounds = True
+    """Whether states are rounded as `neuron_dtype` says: not while the program is compared with the user's module."""
+
     def bound(self, target: Any) -> Any:
         """A fused neuron runs as a kernel on a GPU, and so does the packing of bits."""
         if isinstance(target, PackedInput):

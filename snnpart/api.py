@@ -107,7 +107,8 @@ def parallelize(
         hoist: compute what is repeated over time (a static image through the stem) once.
         fuse, channels_last: one kernel for norm, neuron and addition; images with channels last (docs/kernels.md).
             None: both where the model is on a GPU. fuse="auto": in the way that is fastest there.
-        neuron_dtype: what a fused neuron rounds membranes to from step to step: "float32", "bfloat16", "float16".
+        neuron_dtype: what fused neurons round states to from step to step: "fp32" (not), "bf16", "fp16"; see
+            docs/kernels.md.
         numerics: "fold": evaluations fold BatchNorm into the convolution or linear layer before it (docs/kernels.md);
             "exact": not.
         saved: "packed": spikes that convolutions and linear layers keep for backward are kept as bits; "plain": not.

@@ -11,6 +11,7 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `batchnorm`: whose statistics BatchNorm takes in training: a microbatch's, the whole batch's ("full"), or those of a
   microbatch over all data-parallel ranks ("sync").
 - `fuse`: whether neurons run in kernels of their own on a GPU ("auto": in the fastest way, which is measured there).
+- `neuron_dtype`: what fused neurons round states to from step to step, also as "fp32", "bf16", "fp16".
 - `numerics`: whether evaluations fold BatchNorm into the layers before it ("fold") or not ("exact").
 - `saved`: whether spikes that layers keep for backward are kept as bits ("packed") or as they are ("plain").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
@@ -33,6 +34,7 @@ from snnpart.errors import ConfigError, PlanError
 SCHEDULES = schedules.NAMES
 DATA_PARALLEL = ("ddp", "fsdp2")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 BATCHNORM = ("microbatch", "full", "sync")
 NUMERICS = ("exact", "fold")
 SAVED = ("plain", "packed")
@@ -83,6 +85,7 @@ class Plan:
             raise ConfigError(f"saved={self.saved!r} is not known", choices=SAVED)
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics={self.numerics!r} is not known", choices=NUMERICS)
+        object.__setattr__(self, "neuron_dtype", _SHORT.get(self.neuron_dtype, self.neuron_dtype))
         if self.neuron_dtype not in STATE_DTYPES:
             raise ConfigError(f"neuron_dtype={self.neuron_dtype!r} is not known", choices=STATE_DTYPES)
         if isinstance(self.tied, str) or not all(isinstance(name, str) for name in self.tied):

@@ -55,20 +55,21 @@ def fuse_neurons(
         way: how a GPU runs those that can be written as kernels (`ops_fused.WAYS`).
     """
     notes: list[str] = []
+    kept = "" if state == "float32" else f"; its states are not rounded to {state}"
     for scan in [node for node in graph.nodes if _is_scan(node, leaves)]:
         own = with_sequence(scan)
         try:
             _check_form(own, leaves)
             step = _kernel_step(own, leaves)
         except StepError as error:
-            notes.append(f"{facts.place(scan)} is not fused: {error}")
+            notes.append(f"{facts.place(scan)} is not fused: {error}{kept}")
             if own is not scan:
                 put_back(scan, own)
             continue
         if own is not scan:
             graph.erase_node(scan)
         if isinstance(step, str):
-            notes.append(f"{facts.place(own)} is compiled, not generated: {step}")
+            notes.append(f"{facts.place(own)} is compiled, not generated: {step}{kept}")
             _fuse(graph, _chain(own, norm=False), profile, FusedNeuron(fx.Graph(), 0, state, way="compiled"))
         else:
             _fuse(graph, _chain(own), profile, FusedNeuron(fx.Graph(), 0, state, step, way))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from snnpart.runtime.kernels.choices import Choices, of_this_machine
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
 from snnpart.runtime.kernels.ways import Region, fastest, kind_of
+from snnpart.step_run import ROUND, RoundedScan
 
 try:
     import triton
@@ -39,7 +40,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-_ROUND = {torch.float32: 1.5 * 2.0**23, torch.float64: 1.5 * 2.0**52}
 _WARPS = 4
 
 
@@ -68,14 +68,26 @@ class Fused:
 
     def __call__(self, *args: Any) -> Tensor:
         if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
-            return self._reference(*args)
+            return self._reference(*args) if self._state is None else self._rounded(*args)
         return self._run(args)(*args)
+
+    @property
+    def _state(self) -> torch.dtype | None:
+        """What states are rounded to, if they are: not while the program is compared with the module."""
+        rounds = self.target.way != "compiled" and getattr(self._module, "rounds", True)
+        return getattr(torch, self.target.state) if rounds and self.target.state != "float32" else None
+
+    def _rounded(self, *args: Any) -> Tensor:
+        """The region with its scan in plain torch, states rounded from step to step."""
+        assert self._state is not None
+        p = tuple(self._parameter(name, args) for name in self.step.parameters)
+        return self._region.rounded(partial(RoundedScan.apply, self.step, self._state), p, args)
 
     def _run(self, args: Sequence[Any]) -> Callable[..., Tensor]:
         """The function of the way in which these values are computed."""
         way = self.target.way
         if way == "measured":
-            rounds = self.target.state != "float32"  # which only the kernel does
+            rounds = self._state is not None  # which only the kernel does
             way = "kernel" if rounds else self._fastest(args[self._places[self._parts.x]], args)
         return self._ways[way]
 
@@ -115,7 +127,8 @@ class Fused:
         x = x.flatten(0, 1) if x.dim() == self._dims else x  # [T, N, ...], or one step [1, N, ...]
         p = tuple(self._parameter(name, args) for name in self.step.parameters)
         norm = None if self._parts.norm is None else self._norm(args)
-        return _Call(self.step, self.target, norm, self._parts, x, residual, p)
+        state = "" if self._state is None else self.target.state
+        return _Call(self.step, state, self.target.steps, norm, self._parts, x, residual, p)
 
     def _value(self, item: Any, args: Sequence[Any]) -> Any:
         return args[self._places[item]] if item in self._places else item
@@ -181,9 +194,10 @@ class _Call:
     """One call: x [T*N, ...] (or, shared by all steps, [N, ...]) as the kernels take it, and BatchNorm's numbers."""
 
     def __init__(
-        self, step: NeuronStep, target: FusedNeuron, norm: _Norm | None, parts: Parts, x: Tensor, residual: Any, p: Any
-    ) -> None:
-        self.step, self.norm, self.steps, self.shared, self.p = step, norm, target.steps, parts.shared, p
+        self, step: NeuronStep, state: str, steps: int, norm: _Norm | None, parts: Parts, x: Tensor, residual: Any,
+        p: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        self.step, self.state, self.steps, self.norm, self.shared, self.p = step, state, steps, norm, parts.shared, p
         self.x = x if inner_of(x) is not None else x.contiguous()
         self.inner = inner_of(self.x) or 1
         outer, rest = x.shape[0] // (1 if parts.shared else self.steps), x.shape[1:]
@@ -193,7 +207,6 @@ class _Call:
         self.channelled = tuple(value.numel() > 1 for value in p)
         self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
         self.eps = 0.0 if norm is None else norm.eps
-        self.state = "" if target.state == "float32" else target.state
         self.apart = self.steps if norm is not None and norm.per_step else 1
         self.over_ranks = shared_statistics.current() if norm is not None and norm.training else None
         self.numbers: Tensor | None = None
@@ -263,7 +276,7 @@ class _Apply(torch.autograd.Function):
         kernel = _kernel(forward_source(call.step, form), "forward")
         kernel[tiles.grid](
             x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(tiles),
-            **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute], KEEP=keeps, num_warps=_WARPS,
+            **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute], KEEP=keeps, num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(x, kept, mean, var, weight, bias, *p)
         ctx.residual = None if residual is None else residual.dtype
@@ -323,7 +336,7 @@ class _Backward:
         count = float(call.count) if self.form.norm else 1.0
         kernel[tiles.grid](
             x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
-            *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=_ROUND[compute],
+            *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute],
             num_warps=_WARPS,
         )  # fmt: skip
         return parts.sum(1) if reduce else parts, dx

@@ -194,7 +194,8 @@ def _run(step: NeuronStep, form: Form, first: bool, t: int, x: str, states: list
     lines, results = write_step(_one(step, first, t).forward, given, _prefix("f", first, t))
     names = [*(f"s{t}_{j}" for j in range(step.states)), f"y{t}"]
     for name, result in zip(names, results, strict=True):
-        rounded = f".to(tl.{form.state}).to(CT)" if form.state and not name.startswith("y") else ""
+        # by way of float32, as torch does it
+        rounded = f".to(tl.float32).to(tl.{form.state}).to(CT)" if form.state and not name.startswith("y") else ""
         lines.append(f"{name} = ({result}){rounded} + tl.zeros([R, B], CT)")
     return lines, names
 

@@ -20,9 +20,9 @@ from torch import Tensor, fx
 
 from snnpart.fingerprint import short_hash
 from snnpart.frameworks import adapter_for
-from snnpart.graph import Body
-from snnpart.ops_fused import FusedNeuron, parts
-from snnpart.ops_time import Nested, leaf_paths
+from snnpart.graph import Body, output_node
+from snnpart.ops_fused import FusedNeuron, parts, scan_input
+from snnpart.ops_time import Loop, Nested, leaf_paths
 from snnpart.runtime.compiled import compiled
 from snnpart.runtime.kernels.choices import Choices
 
@@ -34,7 +34,8 @@ class Region:
     """A fused neuron's region in plain torch over a module. `places`: where x and the residual are in its arguments."""
 
     def __init__(self, target: FusedNeuron, module: Body) -> None:
-        found = parts(target.region)
+        self._graph, self._parts = target.region, parts(target.region)
+        found = self._parts
         order = [node for node in target.region.nodes if node.op == "placeholder"]
         self.places = [order.index(node) for node in (found.x, found.residual) if node is not None]
         self.leaves = [module.get_submodule(path) for path in leaf_paths(found.scan)]
@@ -49,6 +50,25 @@ class Region:
 
     def compiled(self, *args: Any) -> Tensor:
         return self._wide(self._compiled, args)
+
+    def rounded(self, scan: Function, p: Sequence[Tensor], args: Sequence[Any]) -> Tensor:
+        """The region with `scan(x, *p)` in the place of its own."""
+        return self._wide(lambda *given: self._with(lambda x: scan(x, *p), given), args)
+
+    def _with(self, scan: Function, args: Sequence[Any]) -> Tensor:
+        values, given = dict[fx.Node, Any](), iter(args)
+        for node in self._graph.nodes:
+            own, keywords = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[arg-type]
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node is self._parts.scan:
+                made = scan(values[scan_input(node)])
+                values[node] = {self._parts.result: made} if isinstance(node.target, Loop) else made
+            elif node.op != "output":
+                function = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+                values[node] = function(*own, **keywords)
+        end: Tensor = values[output_node(self._graph).all_input_nodes[0]]
+        return end
 
     def _wide(self, run: Function, args: Sequence[Any]) -> Tensor:
         given = [args[place] for place in self.places]

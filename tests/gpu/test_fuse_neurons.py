@@ -10,7 +10,9 @@ import torch
 
 from snnpart.runtime.kernels.choices import of_this_machine
 from tests.passes.rewrite.test_fuse_neurons import Mixing
-from tests.runtime.kernels.fused import Case, Steps, both, cases, errors, example, region
+from tests.runtime.kernels.fused import Case, Kernels, Steps, both, cases, errors, example, region
+from tests.runtime.kernels.rounded import CASES as ROUNDED
+from tests.runtime.kernels.rounded import Rounded
 from tests.runtime.kernels.test_ways import psn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -69,6 +71,15 @@ def test_a_fused_step_is_captured_and_replayed() -> None:
     case = CASES["PLIF"]
     wanted, found, _ = both(case, example(case, "cuda"), dtype=torch.float32, captured=True)
     assert {key: value for key, value in errors(wanted, found).items() if value > 1e-5} == {}
+
+
+@pytest.mark.parametrize("state", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_states_are_rounded_as_the_text_in_plain_torch_rounds_them(name: str, state: str) -> None:
+    case = CASES[name]
+    wanted, found, _ = both(case, example(case, "cuda"), dtype=case.dtype, kinds=(Rounded, Kernels), neuron_dtype=state)
+    limit = 1e-9 if case.dtype is torch.float64 else 1e-5
+    assert {key: value for key, value in errors(wanted, found).items() if value > limit} == {}
 
 
 @pytest.mark.parametrize("case", [Case(lambda: Steps(Mixing())), Case(psn)], ids=["inhibition", "PSN"])

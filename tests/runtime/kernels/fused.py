@@ -235,10 +235,10 @@ class _Program:
         return found
 
 
-def _compiled(case: Case, x: Tensor, dtype: torch.dtype, fuse: bool | str = True) -> _Program:
+def _compiled(case: Case, x: Tensor, dtype: torch.dtype, **given: Any) -> _Program:
     torch.manual_seed(0)
     model = case.make().to(dtype).train(case.training)
-    options = Options(input_layout="TNCHW", verify="off", fuse=fuse)
+    options = Options(input_layout="TNCHW", verify="off", **{"fuse": True, **given})
     compiled, _ = compile_program(model, x.cpu().to(dtype), options, training=case.training)
     return _Program(compiled, case.training, x.device)
 
@@ -250,18 +250,19 @@ def both(
     dtype: torch.dtype,
     channels_last: bool = False,
     captured: bool = False,
-    fuse: bool | str = True,
+    kinds: tuple[type[Body], type[Body]] | None = None,
+    **options: Any,
 ) -> tuple[Run, Run, int]:
     """Output, gradients (the input's as `x`) and buffers of the case without kernels and with; how many nodes fused.
 
-    `captured`: with kernels, forward and backward are replayed from a CUDA graph that was captured on other input.
+    `kinds`: other bodies. `captured`: kernels are replayed from a CUDA graph that was captured on other input.
     """
-    program = _compiled(case, x, dtype, fuse)
+    program = _compiled(case, x, dtype, **options)
     generator = torch.Generator().manual_seed(1)
     given = _channels_last(x.to(dtype)) if channels_last else x.to(dtype)
     weights = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(given)
     runs = []
-    for kind in (Body, Kernels):
+    for kind in kinds or (Body, Kernels):
         body = program.body(kind)
         own = given.detach().clone().requires_grad_()
         if captured and kind is Kernels:

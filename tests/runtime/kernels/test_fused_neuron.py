@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from tests.runtime.kernels.fused import SHARED, SHORT, cases, plan
+from tests.runtime.kernels.rounded import CASES as ROUNDED
 
 triton = pytest.importorskip("triton")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(_VERSION < (3, 7), reason="the interpreter of this Triton cannot loop under numpy 2.4")
 
 
-def lines_of(part: str) -> list[dict[str, Any]]:
+def lines_of(part: str, module: str = "fused") -> list[dict[str, Any]]:
     """What the cases gave in a process of their own: Triton is told to interpret before it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.runtime.kernels.fused", part]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.runtime.kernels.{module}", part]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -58,3 +59,13 @@ def test_two_ranks_share_statistics_in_kernels_as_without() -> None:
     assert sorted((line["rank"], line["case"]) for line in found) == sorted((r, c) for r in (0, 1) for c in SHARED)
     for line in found:
         check(line)
+
+
+def test_states_are_rounded_as_the_text_in_plain_torch_rounds_them() -> None:
+    """Rounding changes something, so that the two could differ."""
+    found = lines_of("", "rounded")
+    assert {line["case"] for line in found} == {name for name in ROUNDED if name in cases()}
+    for line in found:
+        limit = 1e-9 if str(cases()[line["case"]].dtype) == "torch.float64" else 1e-5
+        assert {key: value for key, value in line["errors"].items() if value > limit} == {}, line["case"]
+        assert line["moved"] > limit and 0.01 < line["rate"] < 0.99, line["case"]
