@@ -20,6 +20,7 @@ from snnpart import vision
 from snnpart.errors import SnnpartError
 from snnpart.vision.data.sources import Split
 from snnpart.vision.training import Trainer
+from tests.vision.nets import Frames
 
 
 def waves(samples: int = 37, validation: int = 11, dtype: str = "float64") -> Split:
@@ -91,6 +92,28 @@ class _WrongLabel(torch.utils.data.Dataset[Any]):
 
 def wrong_label() -> Split:
     return Split(_WrongLabel(), waves().validation)
+
+
+class Clips(torch.utils.data.Dataset[Any]):
+    """Frames [T, 2, 4, 4] of three T, with targets of four classes."""
+
+    lengths = (3, 4, 3, 5, 4, 3, 3, 4, 5, 5, 4, 3, 4, 5, 3, 4)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        shape = (self.lengths[index], 2, 4, 4)
+        return 2 * torch.rand(shape, generator=generator, dtype=torch.float64), index % 4
+
+
+def clips() -> Split:
+    return Split(Clips(), Clips())
+
+
+def clip_net() -> torch.nn.Module:
+    return Frames().double()
 
 
 class _Deadly(torch.utils.data.Dataset[Any]):

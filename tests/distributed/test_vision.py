@@ -18,7 +18,7 @@ from snnpart.runtime.checkpoint import folder, last_whole, read_model
 from snnpart.vision.artifact import write
 from snnpart.vision.build import make_data
 from snnpart.vision.data.sampler import Shares
-from tests.distributed.jobs_vision import waves
+from tests.distributed.jobs_vision import Clips, clip_net, waves
 from tests.distributed.pool import JobFailed, Pool
 from tests.vision.nets import Digits, Plain
 
@@ -121,6 +121,29 @@ def run(pool: Pool, job: str, topology: dict[str, Any], config: dict[str, Any], 
     results = pool.run(f"{JOBS}:{job}", ranks=topology["ranks"], config={**config, **fields}, **arguments)
     assert all(result == results[0] for result in results), "the ranks disagree"
     return results[0]
+
+
+def test_frames_of_several_t_are_trained_by_their_t_on_any_ranks(pool: Pool, tmp_path: Path) -> None:
+    """An epoch of 16 clips takes 5 steps of at most 4, of one T each; interrupted in its midst."""
+    torch.manual_seed(0)
+    net, data = clip_net(), Clips()
+    optimizer, wanted = torch.optim.AdamW(net.parameters(), lr=0.01), list[float]()
+    for epoch in range(2):
+        for share in Shares(len(data), 4, order=(0, epoch), smallest=1, lengths=data.lengths):
+            x, y = torch.stack([data[i][0] for i in share.indices]), torch.tensor([data[i][1] for i in share.indices])
+            optimizer.zero_grad()
+            out = net(x)
+            assert 0.01 < (out == 1).double().mean() < 0.99, "a spike resets its membrane"
+            loss = F.cross_entropy(out.mean(0), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert all(parameter.grad is not None and parameter.grad.any() for parameter in net.parameters())
+            optimizer.step()
+            wanted.append(loss.item())
+    config = {"model": f"{JOBS}:clip_net", "dataset": f"{JOBS}:clips", "input_layout": "NTCHW", "verify": "off"}
+    config |= {"epochs": 2, "optimizer_kwargs": {"lr": 0.01}, "checkpoint_dir": str(tmp_path)}
+    before = run(pool, "losses_of", {"ranks": 2, "batch_size": 2}, config=config, stop=3)
+    after = run(pool, "losses_of", {"ranks": 2, "tp": 2, "batch_size": 4}, config=config)
+    assert len(before) == 3 and before + after == pytest.approx(wanted, rel=1e-9)
 
 
 def test_dropout_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None:
