@@ -141,7 +141,7 @@ def parallelize(
         )
     fixed = read_plan(plan)
     if fixed is not None:
-        given = {"stages_per_rank": stages_per_rank, "memory": memory}
+        given: dict[str, Any] = {"stages_per_rank": stages_per_rank, "memory": memory}
         given |= {"schedule": schedule, "microbatches": microbatches}
         _check_agrees(fixed, tp=tp, pp=pp, dp=dp, **given)
         tp, pp, dp, schedule = fixed.tp, fixed.pp, fixed.dp, fixed.schedule

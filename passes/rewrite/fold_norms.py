@@ -124,7 +124,8 @@ def _channel_before(node: fx.Node, channel: int) -> int | None:
     if name in ("reshape", "flatten", "unflatten", "view"):
         return _with_as_much_before(given.shape, made.shape, channel)
     if name in ("transpose", "swapaxes"):
-        a, b = (int(dim) % len(made.shape) for dim in node.args[1:3])  # type: ignore[call-overload]
+        dims: Any = node.args[1:3]
+        a, b = (int(dim) % len(made.shape) for dim in dims)
         return {a: b, b: a}.get(channel, channel)
     if name == "permute":
         order: Any = node.args[1]

@@ -370,7 +370,7 @@ def plan() -> list[tuple[str, bool]]:
     ]
 
 
-SHARED = ("LIF-detached", "still", "each step's statistics", "eval")
+SHARED = ("LIF-detached", "still", "each step's statistics")
 """Cases that are also run by two ranks, which share BatchNorm's statistics."""
 
 

@@ -17,7 +17,7 @@ from snnpart.ops_fused import FusedNeuron
 from snnpart.runtime.kernels.fused_neuron import Fused
 from tests.runtime.kernels.fused import Case, Kernels, both, cases, errors, example
 
-CASES = ("LIF-detached", "PLIF", "Izhikevich", "still", "long", "written", "Synaptic")
+CASES = ("PLIF", "Izhikevich", "still", "written")
 
 
 class Rounded(Body):
