@@ -31,6 +31,7 @@ TP, PP, DP, FSDP, ONE = (
     {"ranks": 2, "dp": "fsdp2"},
     {"ranks": 1},
 )
+UNITS = {**FSDP, "fsdp_units": 3, "fsdp_reshard": True}
 MIXED, MIXED_FSDP = {"ranks": 4, "tp": 2, "pp": 2}, {"ranks": 4, "tp": 2, "dp": "fsdp2"}
 
 
@@ -79,6 +80,7 @@ def test_a17_numbers(pool: Pool, tmp_path: Path) -> None:
         (DP, MIXED_FSDP, "adamw"),
         (MIXED_FSDP, PP, "sgd"),
         (FSDP, ONE, "adam"),
+        (UNITS, FSDP, "adamw"),
         pytest.param(ONE, MIXED, "sgd", marks=pytest.mark.all),
         pytest.param({"ranks": 3, "tp": 3}, FSDP, "adamw", marks=pytest.mark.all),
         pytest.param(FSDP, {"ranks": 3, "tp": 3}, "adam", marks=pytest.mark.all),

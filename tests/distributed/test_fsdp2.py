@@ -21,21 +21,26 @@ JOBS = "tests.distributed.jobs_fsdp2:"
 KEPT, AGAIN = ({"dp": "fsdp2", "fsdp_units": 3, "fsdp_reshard": again} for again in (False, True))
 KEPT9, AGAIN9 = ({**how, "fsdp_units": 9} for how in (KEPT, AGAIN))
 
-EQUAL: list[tuple[str, int, dict[str, Any]]] = [
+
+def slow(*row: Any) -> Any:
+    return pytest.param(*row, marks=pytest.mark.all)
+
+
+EQUAL: list[Any] = [
     ("norms", 2, {**KEPT, "microbatches": 2}),
     ("norms", 2, {**AGAIN, "microbatches": 2}),
     ("narrow", 3, AGAIN),
-    ("narrow", 2, {**KEPT, "fsdp_units": 9}),
-    ("mobile", 2, {**AGAIN, "fsdp_units": 9}),
+    slow("narrow", 2, KEPT9),
+    slow("mobile", 2, AGAIN9),
     ("tied", 2, AGAIN),
-    ("A12", 2, {**AGAIN, "fsdp_units": 9}),
-    ("A14", 2, AGAIN),
+    ("A12", 2, AGAIN9),
+    slow("A14", 2, AGAIN),
     ("A28", 2, {**AGAIN, "microbatches": 2}),
-    ("still", 2, AGAIN),
+    slow("still", 2, AGAIN),
     ("norms", 4, {**AGAIN, "tp": 2, "microbatches": 2}),
-    ("narrow", 4, {**KEPT, "tp": 2}),
+    slow("narrow", 4, {**KEPT, "tp": 2}),
     ("leaves", 4, {**AGAIN, "pp": 2, "microbatches": 3}),
-    ("leaves", 4, {**KEPT, "pp": 2, "microbatches": 3, "fsdp_units": 2}),
+    slow("leaves", 4, {**KEPT, "pp": 2, "microbatches": 3, "fsdp_units": 2}),
     ("wide", 4, {**AGAIN, "pp": 2, "microbatches": 3, "schedule": "zbv", "fsdp_units": 2}),
     ("wide", 4, {**KEPT, "pp": 2, "microbatches": 4, "schedule": "interleaved-1f1b", "fsdp_units": 2}),
 ]
@@ -94,7 +99,7 @@ def test_two_units_are_whole_at_a_time(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("how", [KEPT, AGAIN], ids=["kept", "again"])
-@pytest.mark.parametrize("execution", ["cuda_graph", "compile"])
+@pytest.mark.parametrize("execution", ["cuda_graph", pytest.param("compile", marks=pytest.mark.all)])
 def test_other_executions_are_eager_steps(pool: Pool, how: dict[str, Any], execution: str) -> None:
     job = "tests.distributed.jobs_execution:train_case"
     eager, other = (pool.run(job, ranks=2, name="norms", execution=e, **how) for e in ("eager", execution))

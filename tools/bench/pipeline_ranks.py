@@ -31,7 +31,8 @@ KINDS = {"chain": CHAIN, "small": SMALL, "large": LARGE}
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's measured steps: seconds computing, start and end of each; the peak of its device's memory."""
+    """One rank's measured steps: seconds computing, start and end of each; the peak of its device's memory, and what the
+    program says that it holds, with the batch, which every rank is given."""
 
     computing: list[float]
     started: list[float]
@@ -90,7 +91,7 @@ def _rank(rank: int, job: Job, port: int, folder: str) -> None:
         notes.begin()
         running.train_step(x, y, KINDS[job.net].loss)
     peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
-    found = notes.result(peak, program.compiled.footprint(rank, 0).total)
+    found = notes.result(peak, program.compiled.footprint(rank, 0).total + x.nbytes + y.nbytes)
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))
     running.close()
 
