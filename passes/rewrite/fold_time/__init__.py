@@ -28,6 +28,7 @@ from snnpart import facts
 from snnpart.facts import Value
 from snnpart.frameworks import adapter_for, clone_leaf
 from snnpart.graph import SpikeGraph
+from snnpart.passes.analyze import kinds
 from snnpart.passes.rewrite.canonicalize import sweep
 from snnpart.passes.rewrite.fold_time import parts as parts_of
 from snnpart.passes.rewrite.fold_time import steps as steps_of
@@ -88,6 +89,7 @@ def _replace(graph: SpikeGraph, columns: Columns, parts: list[Part]) -> None:
             _emit(emitter, part)
         _take_all_steps(graph, parts)
         sweep(emitter.graph)
+        _pass_gradients_on(emitter.graph)
         graph.graph = emitter.graph
 
 
@@ -96,6 +98,16 @@ def _mark_gradient(column: Column) -> None:
     value = facts.get(column.model, Value)
     if value is not None and carries_gradient(column.nodes):
         facts.put(column.model, replace(value, requires_grad=True))
+
+
+def _pass_gradients_on(graph: fx.Graph) -> None:
+    """What reads a value that carries a gradient for the sake of another step carries it too, up to the next detach:
+    a pipeline that is cut there must know."""
+    for node in graph.nodes:
+        value, name = facts.get(node, Value), kinds.name_of(node)
+        floats = value is not None and value.dtype.is_floating_point and not value.requires_grad
+        if floats and name != "detach" and not name.endswith("_like") and carries_gradient(node.all_input_nodes):
+            facts.put(node, replace(facts.need(node, Value), requires_grad=True))
 
 
 def _without(node: fx.Node, parts: list[Part]) -> dict[fx.Node, str]:

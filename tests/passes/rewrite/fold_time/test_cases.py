@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from snnpart import facts, parallelize
 from snnpart.facts import Value
@@ -348,3 +348,40 @@ def test_steps_without_gradient_do_not_hide_the_one_that_has_it() -> None:
     values = [facts.need(node.args[0], Value).requires_grad for node in linears]  # type: ignore[arg-type]
     assert values == [False, True, True], "a gradient goes back through the layers' inputs, though not at steps 0 and 1"
     parallelize(net, example_inputs=images(3, 6), tp=2, verify="full")
+
+
+def test_what_is_computed_for_a_step_that_nobody_reads_carries_what_its_operands_carry() -> None:
+    """The third step joins other values than the two under no_grad; a stage that sends the join must know of the
+    gradient."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(9, 3)
+
+        def step(self, x: Tensor) -> Tensor:
+            spikes = spike(self.a(x))
+            return spike(self.c(torch.cat([spikes.relu(), self.b(spikes)], 1)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                rate = torch.stack([self.step(x) for _ in range(2)]).mean(0)
+            return self.step(x) + rate
+
+    class Seen(fx.Interpreter):
+        wrong: list[str] = []
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return body.bound(target)(*args, **kwargs)
+
+        def run_node(self, n: fx.Node) -> Any:
+            made, value = super().run_node(n), facts.get(n, Value)
+            if isinstance(made, Tensor) and value is not None and made.requires_grad and not value.requires_grad:
+                self.wrong.append(n.name)
+            return made
+
+    torch.manual_seed(0)
+    graph = check(active(Joined()), images(3, 6), fires=False)
+    body, _ = copies(graph)
+    Seen(body, graph=graph.graph).run(images(3, 6))
+    assert not Seen.wrong
