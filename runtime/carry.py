@@ -101,8 +101,8 @@ class Carry:
         source, keeps = bound.source, bound.program.keeps
         if not source.kept:
             return results
-        values = output_node(source.graph).args[0][-source.kept :]  # type: ignore[index]
-        self._forms = tuple((facts.need(node, Value), source.batch) for node in values)  # type: ignore[arg-type]
+        outputs: Any = output_node(source.graph).args[0]
+        self._forms = tuple((facts.need(node, Value), source.batch) for node in outputs[-source.kept :])
         at = len(results) - len(keeps)
         states = {slot: state.detach() for slot, state in zip(keeps, results[at:], strict=True)}
         self._slots.setdefault(number, {}).update(states)

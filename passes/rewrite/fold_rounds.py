@@ -130,7 +130,7 @@ def _sends_steps(node: fx.Node) -> bool:
     """Whether what the ranks send of k steps' values is all that belongs to these steps."""
     if _source(node).target in _STATISTICS:
         return True
-    return _over_time(node) and (len(node.args) < 3 or node.args[2] != 0)
+    return _over_time(node) and (len(node.args) < 3 or bool(node.args[2] != 0))
 
 
 def _runs(node: fx.Node, steps: int) -> bool:
