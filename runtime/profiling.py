@@ -176,7 +176,7 @@ def whole(step: Step, device: torch.device, repeats: int = 10, trace: Path | Non
     events = watched(step, device, trace)
     talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
     busy, communication = (_union([event.time_range for event in some]) / PROFILED for some in (events, talking))
-    return Whole(us, min(busy, us), communication, _by_name(events, cuda))
+    return Whole(us, min(busy, us), min(communication, us), _by_name(events, cuda))
 
 
 def watched(step: Step, device: torch.device, trace: Path | None = None) -> list[Any]:
@@ -234,7 +234,7 @@ def predictions(compiled: CompiledProgram) -> tuple[float, float]:
 
 def measured_machine(profile_before: MachineProfile, device: torch.device, dtype: torch.dtype) -> MachineProfile:
     """The profile with this device's own rate of matrix products in `dtype`, and its copy bandwidth."""
-    size = 8192 if device.type == "cuda" else 1024
+    size = 8192 if device.type == "cuda" else 512
     x = torch.randn(size, size, device=device).to(dtype)
     large = torch.empty(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     other = torch.empty_like(large)

@@ -88,6 +88,7 @@ def profile(
     """Run train steps, under torchrun on its ranks, and show where their time goes, beside prediction and roofline."""
     from snnpart.profile import profile as profiled
 
+    torch.manual_seed(0)  # the ranks start with the same weights
     model, inputs, dims = _understood(asked)
     text = profiled(model, inputs, {**dims, **asked.options()}, execution=execution, precision=precision, trace=trace)
     if text:
