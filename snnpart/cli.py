@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
