@@ -31,8 +31,8 @@ KINDS = {"chain": CHAIN, "small": SMALL, "large": LARGE}
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's measured steps: seconds computing, start and end of each; the peak of its device's memory, and what the
-    program says that it holds, with the batch, which every rank is given."""
+    """One rank's measured steps: seconds computing, start and end of each; the peak of its device's memory, and what
+    the program says that it holds, with the batch, which every rank is given."""
 
     computing: list[float]
     started: list[float]

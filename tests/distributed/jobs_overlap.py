@@ -1,0 +1,52 @@
+"""When gradients are reduced over dp: a log of backwards and of reductions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from snnpart import compat
+from snnpart.runtime.buckets import Buckets
+from snnpart.runtime.launch import launch
+from tests.distributed.cases import CASES
+from tests.distributed.compiled import compile_case
+from tests.distributed.jobs import dp_share
+from tests.distributed.jobs_execution import OPTIMIZERS
+
+
+def reductions(name: str, execution: str, **topology: Any) -> list[str]:
+    """What happens in the second step: `backward` and `last backward` begin, `end` of either, `reduce` a bucket."""
+    case, log = CASES[name], list[str]()
+    around, start = compat.ddp_around, Buckets._start
+
+    def watched_ddp(module: Any, group: Any) -> Any:
+        ddp = around(module, group)
+        ddp.register_comm_hook(group, lambda state, bucket: log.append("reduce") or allreduce_hook(state, bucket))  # type: ignore[func-returns-value]
+        return ddp
+
+    def watched_start(self: Any, bucket: Any) -> None:
+        log.append("reduce")
+        start(self, bucket)
+
+    compat.ddp_around, Buckets._start = watched_ddp, watched_start  # type: ignore[assignment, method-assign]
+    try:
+        running = launch(compile_case(case, **topology), optimizer=OPTIMIZERS["sgd"], execution=execution)
+        parallel = running._engine.parallel
+        backward = parallel.backward
+
+        def watched(roots: Any, grads: Any, last: bool) -> None:
+            log.append("last backward" if last else "backward")
+            backward(roots, grads, last)
+            log.append("end")
+
+        parallel.backward = watched  # type: ignore[method-assign]
+        x, y = case.batches()[0]
+        mine = dp_share(x, case.batch_dim, running.ranks), dp_share(y, case.target_dim, running.ranks)
+        for _ in range(2):
+            log.clear()
+            running.train_step(*mine, case.loss_fn(x.shape[case.batch_dim]))
+        running.close()
+    finally:
+        compat.ddp_around, Buckets._start = around, start  # type: ignore[method-assign]
+    return log
