@@ -111,24 +111,27 @@ class Fused:
         return {"kernel": self._generated, "compiled": self._region.compiled, "plain": self._region.plain}
 
     def _kind(self, args: Sequence[Any]) -> str:
-        call = self._call(args)
+        call, _, _ = self._call(args)
         form = call.form(tuple(value.requires_grad for value in call.p))
         texts = (forward_source(call.step, form), backward_source(call.step, form, write=True, reduce=False))
         return kind_of(texts, args[self._places[self._parts.x]], call.inner == 1)
 
     def _generated(self, *args: Any) -> Tensor:
-        call = self._call(args)
+        call, x, residual = self._call(args)
         weight, bias = (None, None) if call.norm is None else (call.norm.weight, call.norm.bias)
-        y: Tensor = _Apply.apply(call, call.x, call.residual, weight, bias, *call.p)
+        y: Tensor = _Apply.apply(call, x, residual, weight, bias, *call.p)
         return y.view(call.shape)
 
-    def _call(self, args: Sequence[Any]) -> _Call:
+    def _call(self, args: Sequence[Any]) -> tuple[_Call, Tensor, Tensor | None]:
+        """The call, and x and the residual as its kernels take them."""
         x, residual = args[self._places[self._parts.x]], self._value(self._parts.residual, args)
         x = x.flatten(0, 1) if x.dim() == self._dims else x  # [T, N, ...], or one step [1, N, ...]
         p = tuple(self._parameter(name, args) for name in self.step.parameters)
         norm = None if self._parts.norm is None else self._norm(args)
         state = "" if self._state is None else self.target.state
-        return _Call(self.step, state, self.target.steps, norm, self._parts, x, residual, p)
+        x = x if inner_of(x) is not None else x.contiguous()
+        call = _Call(self.step, state, self.target.steps, norm, self._parts, x, residual is not None, p)
+        return call, x, None if residual is None else call.laid_out(residual)
 
     def _value(self, item: Any, args: Sequence[Any]) -> Any:
         return args[self._places[item]] if item in self._places else item
@@ -191,19 +194,18 @@ class _Norm:
 
 
 class _Call:
-    """One call: x [T*N, ...] (or, shared by all steps, [N, ...]) as the kernels take it, and BatchNorm's numbers."""
+    """One call, for x [T*N, ...] (or, shared by all steps, [N, ...]) as the kernels take it: shapes and BatchNorm's
+    numbers. It lives until backward and holds no tensor of x's size: what backward needs is saved apart."""
 
     def __init__(
-        self, step: NeuronStep, state: str, steps: int, norm: _Norm | None, parts: Parts, x: Tensor, residual: Any,
+        self, step: NeuronStep, state: str, steps: int, norm: _Norm | None, parts: Parts, x: Tensor, residual: bool,
         p: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         self.step, self.state, self.steps, self.norm, self.shared, self.p = step, state, steps, norm, parts.shared, p
-        self.x = x if inner_of(x) is not None else x.contiguous()
-        self.inner = inner_of(self.x) or 1
+        self.numel, self.inner, self.residual = x.numel(), inner_of(x) or 1, residual
         outer, rest = x.shape[0] // (1 if parts.shared else self.steps), x.shape[1:]
         self.merged = (self.steps * outer, *rest)
         self.shape = (self.steps, outer, *rest) if parts.stacked else self.merged
-        self.residual = None if residual is None else self.laid_out(residual)
         self.channelled = tuple(value.numel() > 1 for value in p)
         self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
         self.eps = 0.0 if norm is None else norm.eps
@@ -214,24 +216,24 @@ class _Call:
     @property
     def count(self) -> int:
         """Numbers of this rank that one mean of a channel is taken of."""
-        return self.x.numel() // self.x.shape[1] // self.apart
+        return self.numel // self.merged[1] // self.apart
 
     @property
     def step_numel(self) -> int:
         """Elements of one step."""
-        return self.x.numel() // (1 if self.shared else self.steps)
+        return self.numel // (1 if self.shared else self.steps)
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """A tensor for the result [T*N, ...], in x's memory order."""
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor for the result [T*N, ...], where `like` is, in x's memory order."""
         shape = self.merged
         if self.inner == 1 and len(shape) > 2:
-            return self.x.new_empty((shape[0], *shape[2:], shape[1]), dtype=dtype).movedim(-1, 1)
-        return self.x.new_empty(shape, dtype=dtype)
+            return like.new_empty((shape[0], *shape[2:], shape[1]), dtype=dtype).movedim(-1, 1)
+        return like.new_empty(shape, dtype=dtype)
 
     def laid_out(self, value: Tensor) -> Tensor:
         """A value of the result's size as a merged tensor in x's memory order."""
         flat = value.reshape(self.merged)
-        return flat if inner_of(flat) == self.inner else self.empty(flat.dtype).copy_(flat)
+        return flat if inner_of(flat) == self.inner else self.empty(flat, flat.dtype).copy_(flat)
 
     def form(self, learned: tuple[bool, ...]) -> Form:
         norm = self.norm
@@ -240,7 +242,7 @@ class _Call:
             norm=norm is not None,
             affine=norm is not None and norm.weight is not None,
             batch=norm is not None and norm.batch,
-            residual=self.residual is not None,
+            residual=self.residual,
             channelled=self.channelled,
             learned=learned,
             shared=self.shared,
@@ -266,10 +268,10 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, residual: Any, weight: Any, bias: Any, *p: Tensor) -> Tensor:
         ctx.call, form = call, call.form((False,) * len(p))
-        mean, var = _statistics(call, form)
+        mean, var = _statistics(call, form, x)
         tiles = call.tiles(call.step_numel, _size(form), sums=False)
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        y = call.empty(dtype)
+        y = call.empty(x, dtype)
         keeps = form.chunks > 1 and any(ctx.needs_input_grad)
         compute = torch.float64 if x.dtype is torch.float64 else torch.float32
         kept = x.new_empty((form.chunks - 1, call.step.states, call.step_numel) if keeps else 1, dtype=compute)
@@ -351,16 +353,16 @@ def _sizes(tiles: Tiles) -> tuple[int, int, int]:
     return tiles.rows, tiles.channels, tiles.inner
 
 
-def _statistics(call: _Call, form: Form) -> tuple[Tensor | None, Tensor | None]:
+def _statistics(call: _Call, form: Form, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The mean and variance that BatchNorm uses, with its counter and running statistics brought up to date."""
     norm = call.norm
     if norm is None or not form.batch:
         return (None, None) if norm is None else (norm.running_mean, norm.running_var)
     if norm.training and norm.counter is not None:
         norm.counter.add_(norm.updates)
-    tiles = call.tiles(call.x.numel() // call.apart, 1024, sums=True)
+    tiles = call.tiles(call.numel // call.apart, 1024, sums=True)
     tracked = (norm.running_mean, norm.running_var) if norm.training and call.over_ranks is None else (None, None)
-    mean, var = batch_stats(call.x, tiles, *tracked, norm.factor, copies=norm.copies, steps=call.apart)
+    mean, var = batch_stats(x, tiles, *tracked, norm.factor, copies=norm.copies, steps=call.apart)
     return (mean, var) if call.over_ranks is None else _statistics_of_ranks(call, norm, mean, var)
 
 

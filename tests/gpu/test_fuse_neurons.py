@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from snnpart.ops_fused import parts
 from snnpart.runtime.kernels.choices import of_this_machine
-from tests.passes.rewrite.test_fuse_neurons import Mixing
-from tests.runtime.kernels.fused import Case, Kernels, Steps, both, cases, errors, example, region
+from snnpart.runtime.kernels.fused_neuron import Fused
+from tests.passes.rewrite.test_fuse_neurons import Mixing, lif
+from tests.runtime.kernels.fused import Block, Case, Kernels, Steps, both, cases, errors, example, region
 from tests.runtime.kernels.rounded import CASES as ROUNDED
 from tests.runtime.kernels.rounded import Rounded
-from tests.runtime.kernels.test_ways import psn
+from tests.runtime.kernels.test_ways import arguments, fused, psn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -64,6 +68,25 @@ def test_membranes_are_float32_whatever_the_input_is(name: str) -> None:
     assert spikes.dtype is torch.bfloat16
     assert 0.01 < float(spikes.float().mean()) < 0.99
     assert torch.equal(spikes.float(), reference(x.float()))
+
+
+def test_backward_keeps_x_alone() -> None:
+    """In bfloat16 two bytes an element, and a few numbers a channel; neither the residual nor the result."""
+    target, module = fused(Block(lif()), torch.rand(4, 8, 5, 32, 32), fuse=True)
+    module.cuda()
+    found, order = parts(target.region), [node for node in target.region.nodes if node.op == "placeholder"]
+    args = arguments(target, module)
+    for node in (found.x, found.residual):
+        assert node is not None
+        place = order.index(node)
+        args[place] = args[place].detach().to("cuda", torch.bfloat16).requires_grad_().clone()
+    residual, bytes_of_x = order.index(found.residual), args[order.index(found.x)].nbytes  # type: ignore[arg-type]
+    gone, kept = weakref.ref(args[residual]), list[int]()
+    with saved_tensors_hooks(lambda saved: kept.append(saved.nbytes) or saved, lambda saved: saved):
+        made = Fused(target, module, target.over(module.bind))(*args)
+    del args[residual]
+    assert made.requires_grad and gone() is None
+    assert bytes_of_x <= sum(kept) <= bytes_of_x + 1024
 
 
 def test_a_fused_step_is_captured_and_replayed() -> None:
