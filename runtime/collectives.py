@@ -2,8 +2,8 @@
 
 Each collective is an `autograd.Function` which holds its process group, so that backward needs no global state. Pieces
 may have different sizes on the ranks: a gather pads them to the longest and cuts the padding away. gloo's
-reduce-scatter moves as many bytes as its all-reduce (torch 2.11 to 2.14), so there it is an all-reduce followed by the
-rank's own slice.
+reduce-scatter moves as many bytes as its all-reduce (torch 2.11 to 2.14): on the CPU the ranks exchange their parts
+instead, half as many bytes, and add them up; for a GPU's tensors it is an all-reduce and the rank's own slice.
 """
 
 from __future__ import annotations
@@ -58,16 +58,29 @@ def _dense(x: Tensor) -> torch.memory_format:
 
 def scatter_sum_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
     """This rank's pieces of `dim` of the sum of x over the ranks, contiguous. Not differentiable."""
-    if axis.group is None or dist.get_backend(axis.group) != "nccl":
+    scatters = axis.group is not None and dist.get_backend(axis.group) == "nccl"
+    if axis.group is None or not (scatters or x.device.type == "cpu"):
         return select_pieces(sum_over(x, axis), dim, pieces[axis.index]).clone(memory_format=torch.contiguous_format)
     sizes = [sum(stop - start for start, stop in held) for held in pieces]
     source = x.detach().movedim(dim, 0)
+    if not scatters:
+        return _exchanged(source, axis, pieces, sizes).movedim(0, dim).contiguous()
     parts = source.new_zeros((axis.size, max(sizes), *source.shape[1:]))
     for part, held, size in zip(parts, pieces, sizes, strict=True):
         part[:size] = select_pieces(source, 0, held)
     own = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=axis.group)
     return own[: sizes[axis.index]].movedim(0, dim).contiguous()
+
+
+def _exchanged(source: Tensor, axis: Axis, pieces: Sequence[Pieces], sizes: list[int]) -> Tensor:
+    """The sum over ranks of this rank's pieces of dim 0: every rank sends each other one its part."""
+    sent = torch.cat([select_pieces(source, 0, held) for held in pieces])
+    own = sizes[axis.index]
+    got = sent.new_empty((axis.size, own, *sent.shape[1:]))
+    if sent.numel():
+        dist.all_to_all_single(got.flatten(0, 1), sent, [own] * axis.size, sizes, group=axis.group)
+    return got.sum(0, dtype=got.dtype)
 
 
 def gather_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], states: States | None = None) -> Tensor:

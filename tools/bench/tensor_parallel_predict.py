@@ -2,9 +2,9 @@
 
 For each network and batch the profile is measured first: rates, the link over the process group of these ranks, and
 the kernels of the network. With it a training step of each of four plans is predicted: no layer shared, the fastest
-(`time`), every layer shared (`max`), and the one that sends least (`bytes`). Then the plans run in turn, the best of
-some rounds counts, on the slowest rank. Plans that come out alike (as many collectives, predicted within half a
-percent) are one.
+(`time`), every layer shared (`max`), and the one that sends least (`bytes`). Then the plans run in turn until each
+one's two best rounds agree within 2 %; the best round counts, on the slowest rank. Plans that come out alike (as many
+collectives, predicted within half a percent) are one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BYTES = MachineProfile(
     links={axis: Link(1e6, 0.0) for axis in ("tp", "pp", "dp")},
     source="a machine on which only what is sent takes time: one byte a microsecond",
 )
-ROUNDS, WARM = 5, 1
-ALIKE = 0.005
+ROUNDS, MOST, WARM = 5, 25, 1
+ALIKE, SETTLED = 0.005, 0.02
 
 
 def main(device: str, target: str, names: Sequence[str] = ()) -> None:
@@ -94,7 +94,7 @@ def point(name: str, net: Net, batch: int, machine: MachineProfile, device: str)
     measured = run_in_turn(plans, options["example_inputs"], batch)
     return {
         "point": f"{name}, tp=2, batch {batch}, training",
-        "repeats": ROUNDS,
+        "repeats": len(measured[0]),
         "plans": {
             label: {"predicted": _predicted(program), "measured": min(times), "spread": _spread(times)}
             for (label, program), times in zip(plans.items(), measured, strict=True)
@@ -121,14 +121,23 @@ def run_in_turn(plans: Mapping[str, ParallelProgram], x: Tensor, batch: int) -> 
     running = [program.launch(execution="eager", verify=False) for program in plans.values()]
     targets = torch.zeros(batch, device=x.device)
     times: list[list[float]] = [[] for _ in running]
-    for _ in range(WARM + ROUNDS):
-        for program, found in zip(running, times, strict=True):
-            found.append(_once(program, x, targets))
+    for turn in range(WARM + MOST):
+        slowest = torch.tensor([_once(program, x, targets) for program in running], device=x.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if turn >= WARM:
+            for found, once in zip(times, slowest.tolist(), strict=True):
+                found.append(once)
+        if len(times[0]) >= ROUNDS and all(_settled(found) for found in times):
+            break
     for program in running:
         program.close()
-    slowest = torch.tensor(times, device=x.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest[:, WARM:].tolist()  # type: ignore[no-any-return]
+    return times
+
+
+def _settled(times: list[float]) -> bool:
+    """Whether the best round is no accident: another one came near it."""
+    best, second, *_ = sorted(times)
+    return second <= (1 + SETTLED) * best
 
 
 def _once(program: Any, x: Tensor, targets: Tensor) -> float:

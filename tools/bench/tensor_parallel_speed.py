@@ -30,7 +30,7 @@ from tensor_parallel_predict import measured_machine, of_first  # noqa: E402
 from snnpart import parallelize  # noqa: E402
 from snnpart.costs import MachineProfile  # noqa: E402
 
-ROUNDS, WARM = 5, 2
+ROUNDS, WARM = 9, 2
 CUDA_ROUNDS, CUDA_WARM = 30, 15
 
 
