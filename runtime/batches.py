@@ -52,7 +52,16 @@ class Batches:
             problem = error
         size = sum(part.size for part in parts)
         factors, total, _ = self.agree(problem, size, weights, reduction)
+        self._fetch(parts)
         return [part.weighing(factor) for part, factor in zip(parts, factors, strict=True)], size / total
+
+    def _fetch(self, parts: Sequence[Part]) -> None:
+        """State that another pipeline rank kept than reads it: everyone is given it. Collective over pp."""
+        for part in parts:
+            for position, owner in next(iter(part.bound.values())).moved:
+                held = part.inputs[position].contiguous()
+                self._ranks.broadcast(held, self._ranks.axes["pp"], owner)
+                part.inputs[position] = held
 
     def weights(self, sizes: Sequence[int], targets: Any, reduction: Reduction) -> list[float]:
         """How much each microbatch counts; `targets` are the whole batch's, wherever they are."""

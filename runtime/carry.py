@@ -2,7 +2,8 @@
 
 State of leaves is taken off the stage's modules after a microbatch's forward and put back before that microbatch's next
 one, on every rank for the leaves it has. Hand-written state comes with a stage's results and goes in with the inputs,
-on the rank that makes it; the other ranks, which do not read it, have blanks of its size in its place.
+on the rank that makes it; the other ranks have blanks of its size in its place. Where one of them reads it, it is sent
+there as the next call begins (`batches`).
 """
 
 from __future__ import annotations
@@ -104,8 +105,9 @@ class Carry:
         outputs: Any = output_node(source.graph).args[0]
         self._forms = tuple((facts.need(node, Value), source.batch) for node in outputs[-source.kept :])
         at = len(results) - len(keeps)
-        states = {slot: state.detach() for slot, state in zip(keeps, results[at:], strict=True)}
-        self._slots.setdefault(number, {}).update(states)
+        own = self._slots.setdefault(number, {})
+        for slot, state in zip(keeps, results[at:], strict=True):
+            own[slot] = state.detach().to(self._forms[slot][0].dtype)  # autocast may have chosen another
         return results[:at]
 
     def begin(self, number: int, paths: Iterable[str]) -> None:

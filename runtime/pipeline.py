@@ -42,7 +42,7 @@ class Part:
     size: int
     weight: float | Tensor
     bound: Mapping[int, BoundStage]
-    inputs: Sequence[Tensor]
+    inputs: list[Tensor]
     targets: Any = None
     number: int = 0
 

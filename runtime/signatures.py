@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,9 @@ class Signatures:
             key = ((*signature[:2], batch), bool(states))
         if key not in self._carrying:
             made = carrier.program(replace_tensors(inputs, tensors), states, training)
-            self._carrying[key] = self._stage.bind(made, self._tp_rank)
+            moved = made.moved_states() if states else ()
+            bound = self._stage.bind(made, self._tp_rank)
+            self._carrying[key] = {index: replace(one, moved=moved) for index, one in bound.items()}
             if len(self._carrying) > KEPT:
                 self._carrying.popitem(last=False)
         self._carrying.move_to_end(key)

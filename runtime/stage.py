@@ -88,7 +88,8 @@ class StageModule(Body):
 
 @dataclass(frozen=True)
 class BoundStage:
-    """A stage graph over a module, and the network it was lowered from. `evaluate` is for eval without gradients."""
+    """A stage graph over a module, and the network it was lowered from. `evaluate` is for eval without gradients;
+    `moved`: the inputs that another pipeline rank has, and which (`CompiledProgram.moved_states`)."""
 
     program: StageProgram
     source: SpikeGraph
@@ -96,6 +97,7 @@ class BoundStage:
     takes_batch: bool
     run: Callable[..., tuple[Any, ...]]
     evaluate: Callable[..., tuple[Any, ...]]
+    moved: tuple[tuple[int, int], ...] = ()
 
     @property
     def batch(self) -> int:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from snnpart.errors import PlanError
 from snnpart.frameworks import preserved, reset_state
-from snnpart.graph import SpikeGraph, StateSlot
+from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
 from snnpart.windows import StateArguments
 
@@ -63,9 +62,7 @@ class StateCarrier:
         with self._states.of(self._model):
             dims = (*self._in_dims, *(self._state_dims if states else ()))
             made = self._compile((inputs, tuple(states)), dims, self._out_dims, training, len(self._states.slots))
-        if states:
-            _check_same_ranks(made, self._states.slots)
-        else:
+        if not states:
             self._state_dims = tuple(info.batch_dim for info in made.source.outputs[-len(self._states.slots) :])
             self._example = inputs
         return made
@@ -84,18 +81,3 @@ class StateCarrier:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self._model(self._example, states)
-
-
-def _check_same_ranks(made: CompiledProgram, slots: Sequence[StateSlot]) -> None:
-    """PlanError where state is read on another pipeline rank than the one that makes it: it goes nowhere in between."""
-    names = [info.name for info in made.source.inputs[-len(slots) :]]
-    programs = [made.stage(stage, 0) for stage in range(made.plan.stage_count)]
-    for number, (slot, name) in enumerate(zip(slots, names, strict=True)):
-        makes = {made.plan.rank_of(program.stage) for program in programs if number in program.keeps}
-        reads = {made.plan.rank_of(program.stage) for program in programs if name in program.reads}
-        if reads - makes:
-            raise PlanError(
-                f"pipeline rank {min(makes)} makes this state, and rank {min(reads - makes)} reads it in the next call",
-                where=f"module '{slot.module}', attribute '{slot.name}'",
-                fix="keep the modules that share it in one stage (split_at=)",
-            )

@@ -177,6 +177,20 @@ class CompiledProgram:
         stages = {program.stage: program.footprint for program in self.of_rank(pp_rank, tp_rank)}
         return of_rank(self.schedule[pp_rank], stages)
 
+    def moved_states(self) -> tuple[tuple[int, int], ...]:
+        """Of a network whose last inputs are the states that calls before kept: those that another pipeline rank reads
+        than kept them, as (position among the inputs, who kept it)."""
+        kept, inputs = self.source.kept, self.source.inputs
+        programs = [self.stage(stage, 0) for stage in range(self.plan.stage_count)]
+        home = {slot: self.plan.rank_of(program.stage) for program in programs for slot in program.keeps}
+        found = []
+        for slot in range(kept):
+            position = len(inputs) - kept + slot
+            readers = {self.plan.rank_of(p.stage) for p in programs if inputs[position].name in p.reads}
+            if readers - {home[slot]}:
+                found.append((position, home[slot]))
+        return tuple(found)
+
     def of_rank(self, pp_rank: int, tp_rank: int) -> tuple[StageProgram, ...]:
         """The stages that one rank runs, in order."""
         return tuple(self.stages[stage, tp_rank] for stage in self.plan.stages_of(pp_rank))

@@ -73,7 +73,11 @@ class Feedback(nn.Module):
         return out
 
 
-NETS = {"plain": plain, "layers": layers, "hidden": hidden, "deep": deep}
+def feedback() -> nn.Module:
+    return fill(Feedback(), scale=0.9)
+
+
+NETS = {"plain": plain, "layers": layers, "hidden": hidden, "deep": deep, "feedback": feedback}
 
 
 def sequences(count: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -112,7 +116,8 @@ def train(net: str, masked: bool = False, mode: str = "s", **options: Any) -> di
     out = running.eval_step(dp_share(sequences()[0][0], 1, running.ranks))
     outputs = torch.cat(running.ranks.gather(out, running.ranks.axes["dp"]), 1)
     result = {"losses": losses, "state": running.state_dict(), "outputs": outputs, "notices": list(running.notices)}
-    result["fold"] = running.compiled.plan.fold
+    bound = [one for stages in running._signatures._carrying.values() for one in stages.values()]
+    result |= {"fold": running.compiled.plan.fold, "moved": {owner for one in bound for _, owner in one.moved}}
     running.close()
     return result
 
@@ -138,20 +143,6 @@ def errors() -> dict[str, str]:
     longer = torch.cat([x, x]) if last else x
     found["lengths"] = text_of(lambda: windows.train_step(longer, y, rate_loss))
     windows.close()
-    return found
-
-
-def state_read_by_an_earlier_stage() -> str:
-    """Within one step nothing goes back, so that the network can be cut there; from step to step it does."""
-    (x, y), *_ = sequences()
-    program = parallelize(
-        fill(Feedback(), scale=0.9), example_inputs=x[:1], input_layout="TNF", time_steps=1, state="carry", pp=2,
-        split_at=["fc"],
-    )  # fmt: skip
-    running = program.launch()
-    running.train_step(x[:1], y, rate_loss)
-    found = text_of(lambda: running.train_step(x[1:2], y, rate_loss))
-    running.close()
     return found
 
 

@@ -169,10 +169,15 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool: Pool) -> None:
     assert "the ranks' sequences have [3, 5] windows" in first["lengths"]
 
 
-def test_state_that_another_stage_reads_is_refused(pool: Pool) -> None:
-    for text in pool.run(JOBS + "state_read_by_an_earlier_stage", ranks=2):
-        assert text.startswith("PlanError: ")
-        assert "module 'late', attribute 'v': pipeline rank 1 makes this state, and rank 0 reads it" in text
+@pytest.mark.parametrize("how", ["dp", "pp", "grid"])
+def test_state_that_another_stage_reads(pool: Pool, how: str) -> None:
+    """Within one step nothing goes back, so that the network can be cut; from step to step it does."""
+    want = reference("feedback", every=1, carry=True, masked=True)
+    cut = {"split_at": ["fc"]} if "pp" in TOPOLOGIES[how] else {}
+    options = {"masked": True, "state": "carry", "detach_every": 1, **cut, **TOPOLOGIES[how]}
+    for result in pool.run(JOBS + "train", ranks=4 if how == "grid" else 2, net="feedback", **options):
+        assert_equal(result, want)
+        assert result["moved"] == ({1} if cut else set())
 
 
 def test_hand_written_state_of_a_saved_program_is_refused(tmp_path: Path) -> None:
