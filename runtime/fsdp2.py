@@ -67,10 +67,12 @@ class Fsdp2(Alone):
         held = dict(stage.parameters())
         apart = {name for name, p in held.items() if _stays_whole(p, stage.slices[name].has_gradient)}
         self._apart = [held[name] for name in apart]
-        numbers: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        numbers: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
         for name, parameter in held.items():
             if name not in apart:
-                numbers.setdefault(stage.slices[name].unit or 0, []).append((name, parameter))
+                part = stage.slices[name]
+                rounds = part.rounds and parameter.dtype is torch.float32 and not compat.has_gradient_hooks(parameter)
+                numbers.setdefault(part.unit or 0, []).append((name, parameter, rounds))
         mesh = DeviceMesh.from_group(axis.group, stage.device.type)
         self.units = [make_unit(number, numbers[number], axis, mesh) for number in sorted(numbers)]
         self._of_name = {member.name: unit for unit in self.units for member in unit.members}
@@ -78,8 +80,6 @@ class Fsdp2(Alone):
         for unit in self.units:
             for member in unit.members:
                 self._listen(unit, member, member.whole)
-                may = stage.slices[member.name].rounds and member.whole.dtype is torch.float32
-                member.rounds = may and not compat.has_gradient_hooks(member.whole)
         stage.sharded = {member.name: member.shard for unit in self.units for member in unit.members}
         stage.gathering = self
         for path in stage.leaves if reshard else ():
@@ -90,15 +90,14 @@ class Fsdp2(Alone):
         parameter.register_post_accumulate_grad_hook(lambda _: self._arrived(unit, member))
 
     def _round(self, unit: Unit, half: torch.dtype | None) -> None:
-        """Have the graph read rounded parameters where it may, or whole ones again; the unit has no memory now."""
-        unit.free()
-        unit.half = half
+        """Have the graph read rounded parameters where it may, or whole ones again."""
+        unit.round(half)
         for member in unit.members:
             if member.rounds:
-                read = member.whole if half is None else member.rounded(half)
+                read = member.whole if half is None or member.narrow is None else member.narrow
                 path, _, last = self.stage.paths[member.name].rpartition(".")
                 setattr(self.stage.module.get_submodule(path), last, read)
-                if half is not None and compat.storage_key(read) not in self._of_memory:
+                if not compat.has_accumulation_hooks(read):
                     self._listen(unit, member, read)
 
     def mark(self, graph: fx.Graph, program: StageProgram) -> None:

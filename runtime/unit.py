@@ -12,15 +12,17 @@ A gather is one collective whatever the dtypes. Parameters that the graph only r
 in half precision are gathered in that, at half the bytes: rounding before the gather or after it is the same. Their
 gradients arrive in half precision, are summed over microbatches in that of the parameter, and reduced in it.
 
-The tensors that the graph reads are always the same objects: only the memory behind them comes and goes. So autograd
-keeps them without keeping the memory, hooks on them run, and layers that hold them need not be told. Memory is written
-through `.data`, which autograd's count of writes does not see: the numbers are those it has kept.
+The tensors that the graph reads are always the same objects: only the memory behind them, one piece for those of a
+unit that are read in one precision, comes and goes. So autograd keeps them without it, hooks on them run, and layers
+that hold them need not be told. It is written through `.data`, which autograd's count of writes does not see: the
+numbers are those that it has kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,8 +35,39 @@ from snnpart import compat
 from snnpart.runtime.buckets import in_memory_order
 from snnpart.runtime.collectives import Axis
 
-_ALIGNED = 16
-"""Bytes at whose multiples a parameter's rows begin: copies and optimizers then read four numbers at a time."""
+_ALIGNED = 128
+"""Bytes at whose multiples parameters and their rows begin: a line of a GPU's cache."""
+
+
+class Memory:
+    """Tensors one after the other in one piece of memory, which comes and goes. They begin with it."""
+
+    def __init__(self, likes: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+        """Tensors with sizes and strides of `likes`, and their dtype if no other is said."""
+        dtypes = [dtype or like.dtype for like in likes]
+        sizes = [like.numel() * kind.itemsize for like, kind in zip(likes, dtypes, strict=True)]
+        starts = [0, *accumulate(map(aligned, sizes))]
+        self._base = torch.empty(starts[-1], dtype=torch.uint8, device=likes[0].device)
+        self.tensors = [
+            self._base[start : start + size].view(kind).as_strided(like.size(), like.stride())
+            for like, kind, start, size in zip(likes, dtypes, starts, sizes, strict=False)
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return self._base.numel()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are there now."""
+        return self._base.untyped_storage().nbytes()
+
+    def take(self) -> None:
+        self._base.untyped_storage().resize_(self.bytes)
+
+    def give_back(self) -> None:
+        self._base.untyped_storage().resize_(0)
 
 
 @dataclass(eq=False)
@@ -52,15 +85,6 @@ class Member:
     rounds: bool = False
     narrow: nn.Parameter | None = None
     kept: Tensor | None = None
-
-    def rounded(self, half: torch.dtype) -> nn.Parameter:
-        """What the graph reads under autocast to `half`; without memory."""
-        if self.narrow is None or self.narrow.dtype is not half:
-            like = self.whole
-            memory = torch.empty_strided(like.size(), like.stride(), dtype=half, device=like.device)
-            memory.untyped_storage().resize_(0)
-            self.narrow = nn.Parameter(memory)
-        return self.narrow
 
     @property
     def read(self) -> tuple[nn.Parameter, ...]:
@@ -120,6 +144,8 @@ class Unit:
     members: Sequence[Member]
     held: Tensor
     axis: Axis
+    memories: Mapping[bool, Memory]
+    """That of the members which autocast does not round, and of those that it does."""
     waiting: int = 0
     """Gradients that this backward has not made yet."""
     expected: frozenset[str] = frozenset()
@@ -128,6 +154,7 @@ class Unit:
     """Parameters whose gradients of this step are on their way."""
     half: torch.dtype | None = None
     """The precision of what autocast rounds; None without autocast."""
+    _half: Memory | None = None
     _row: Tensor | None = None
     _out: Tensor | None = None
     _work: Any = None
@@ -165,9 +192,10 @@ class Unit:
         out, self._out, self._row, self._work, self._whole = self._out, None, None, None, True
         assert out is not None
         out = out.view(self.axis.size, -1)
+        for memory in self._memories():
+            memory.take()
         into, come = [], []
         for member, read, offset in self._places():
-            read.untyped_storage().resize_(read.numel() * read.element_size())
             flat = read.data.as_strided((read.numel(),), (1,))
             width = member.chunk * read.element_size()
             rows = out[:, offset : offset + width].view(read.dtype)
@@ -184,15 +212,30 @@ class Unit:
         if self._work is not None:
             self._work.wait()
         self._out, self._row, self._work, self._whole = None, None, None, False
-        for member in self.members:
-            for read in member.read:
-                read.untyped_storage().resize_(0)
+        for memory in self._memories():
+            memory.give_back()
+
+    def round(self, half: torch.dtype | None) -> None:
+        """Gather what autocast rounds in this precision from now on; None: in its own."""
+        self.free()
+        self.half = half
+        rounding = [member for member in self.members if member.rounds]
+        if half is not None and rounding and (rounding[0].narrow is None or rounding[0].narrow.dtype is not half):
+            self._half = Memory([member.whole for member in rounding], half)
+            for member, tensor in zip(rounding, self._half.tensors, strict=True):
+                member.narrow = nn.Parameter(tensor)
+            self._half.give_back()
+
+    def _memories(self) -> list[Memory]:
+        """What the graph reads now."""
+        rounded = {} if self.half is None or self._half is None else {True: self._half}
+        return list({**self.memories, **rounded}.values())
 
     def _places(self) -> Iterator[tuple[Member, nn.Parameter, int]]:
         """Each member with what the graph reads of it now and where its rows begin in a rank's wire, in bytes."""
         offset = 0
         for member in self.members:
-            read = member.rounded(self.half) if self.half is not None and member.rounds else member.whole
+            read = member.narrow if self.half is not None and member.narrow is not None else member.whole
             yield member, read, offset
             offset += aligned(member.chunk * read.element_size())
 
@@ -302,23 +345,33 @@ def rows_of(held: Tensor, member: Member) -> Tensor:
     return held[member.start : member.start + width].view(member.whole.dtype)
 
 
-def make_unit(number: int, parameters: Sequence[tuple[str, nn.Parameter]], axis: Axis, mesh: DeviceMesh) -> Unit:
-    """Cut parameters by name; from now on they have no memory of their own. Dim 0 is the outermost in memory."""
-    chunks = [-(-p.shape[0] // axis.size) * (p.numel() // p.shape[0]) for _, p in parameters]
-    starts = [0]
-    for chunk, (_, parameter) in zip(chunks, parameters, strict=True):
-        starts.append(starts[-1] + aligned(chunk * parameter.element_size()))
+def make_unit(number: int, parameters: Sequence[tuple[str, nn.Parameter, bool]], axis: Axis, mesh: DeviceMesh) -> Unit:
+    """Cut parameters; from now on they have no memory of their own.
+
+    Args:
+        parameters: name, the parameter, dim 0 outermost in memory, and whether autocast may round it.
+    """
+    chunks = [-(-p.shape[0] // axis.size) * (p.numel() // p.shape[0]) for _, p, _ in parameters]
+    sizes = [aligned(chunk * p.element_size()) for chunk, (_, p, _) in zip(chunks, parameters, strict=True)]
+    starts = [0, *accumulate(sizes)]
     held = torch.zeros(starts[-1], dtype=torch.uint8, device=parameters[0][1].device)
-    cut = zip(parameters, chunks, starts, strict=False)
-    members = [_cut(name, whole, chunk, start, held, mesh) for (name, whole), chunk, start in cut]
-    unit = Unit(number, members, held, axis, expected=frozenset(member.name for member in members))
+    members = []
+    for (name, whole, rounds), chunk, start in zip(parameters, chunks, starts, strict=False):
+        members.append(_cut(Member(name, whole, whole, chunk, start, rounds), held, mesh))
+    memories = {}
+    for rounds in dict.fromkeys(member.rounds for member in members):
+        alike = [member.whole for member in members if member.rounds is rounds]
+        memories[rounds] = Memory(alike)
+        for whole, tensor in zip(alike, memories[rounds].tensors, strict=True):
+            whole.data = tensor
+    unit = Unit(number, members, held, axis, memories, expected=frozenset(member.name for member in members))
     unit.free()
     return unit
 
 
-def _cut(name: str, whole: nn.Parameter, chunk: int, start: int, held: Tensor, mesh: DeviceMesh) -> Member:
-    """A member whose rows are in `held`."""
-    member = Member(name, whole, whole, chunk, start)
+def _cut(member: Member, held: Tensor, mesh: DeviceMesh) -> Member:
+    """The member, its rows copied to `held`."""
+    whole = member.whole
     first, last = member.pieces(mesh.size())[mesh.get_local_rank()]
     rows = rows_of(held, member)[: last - first]
     rows.copy_(whole.data.as_strided((whole.numel(),), (1,))[first:last])

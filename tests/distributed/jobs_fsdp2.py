@@ -44,7 +44,7 @@ class _Log:
     def __init__(self, parallel: Fsdp2) -> None:
         self.events: list[tuple[str, int]] = []
         self.most = 0
-        self.all = sum(m.whole.numel() * m.whole.element_size() for unit in parallel.units for m in unit.members)
+        self.all = sum(memory.bytes for unit in parallel.units for memory in unit.memories.values())
         for unit in parallel.units:
             for name in ("start", "gather", "free", "reduce"):
                 setattr(unit, name, self._noted(parallel, unit, name))
@@ -66,26 +66,34 @@ class _Log:
 
 
 def _whole_bytes(unit: Unit) -> int:
-    return sum(member.whole.untyped_storage().nbytes() for member in unit.members)
+    return sum(memory.held for memory in unit.memories.values())
 
 
 def autocast(dp: str, precision: str, execution: str = "eager", **options: Any) -> dict[str, Any]:
-    """Steps of a network of images in half precision, and the bytes that a rank sends into the gathers of all units."""
-    (x, _), dropless = images.batch(0), images.make_net()
+    """Steps of a network of images in half precision, the bytes that a rank sends into the gathers of all units, and
+    those that it holds of them."""
+    x, _ = images.batch(0)
     program = parallelize(
-        dropless, example_inputs=x[:8], input_layout="NCHW", time_steps=images.T, verify="off", dp=dp, **options
+        images.make_net(),
+        example_inputs=x[:8],
+        input_layout="NCHW",
+        time_steps=images.T,
+        verify="off",
+        dp=dp,
+        **options,
     )
     running = program.launch(
         lambda params: torch.optim.AdamW(params, lr=2e-3), precision=precision, execution=execution, clip_grad_norm=1.0
     )
     losses = []
-    for number in range(3):
+    for number in range(2):
         x, y = (part.tensor_split(2)[running.ranks.at.dp] for part in images.batch(number))
         losses.append(float(running.train_step(x, y, images.loss_fn)))
     result = {"losses": losses, "gradients": running.gradients(), "state": running.state_dict()}
     parallel = running._engine.parallel
     result["outputs"] = running.eval_step(x)
-    result["sent"] = sum(unit.row().numel() for unit in parallel.units) if isinstance(parallel, Fsdp2) else 0
+    units = parallel.units if isinstance(parallel, Fsdp2) else ()
+    result |= {"sent": sum(u.row().numel() for u in units), "held": sum(u.held.numel() for u in units)}
     running.close()
     return result
 
