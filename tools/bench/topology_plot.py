@@ -11,6 +11,7 @@ from tools.bench.topology_points import PER_SECOND
 Rows = Sequence[Mapping[str, Any]]
 SIDES = {"peer": "--", "ours": "-"}
 MARKERS = "os^DPv"
+BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False}
 
 
 def plot(rows: Rows, csv: Path) -> list[Path]:
@@ -36,12 +37,13 @@ def by_topology(rows: Rows, target: Path) -> Path | None:
     for axes, network in zip(panels, networks, strict=True):
         own = [row for row in rates if _words(row)[1] == network]
         topologies = list(dict.fromkeys(_words(row)[2] for row in own))
+        heights = {side: [_best(own, topology, side) for topology in topologies] for side in SIDES}
         for place, side in enumerate(SIDES):
-            heights = [_best(own, topology, side) for topology in topologies]
-            axes.bar([i + 0.4 * place - 0.2 for i in range(len(topologies))], heights, 0.4, label=side)
+            axes.bar([i + 0.4 * place - 0.2 for i in range(len(topologies))], heights[side], 0.4, label=side)
         axes.set_xticks(range(len(topologies)), topologies, rotation=60, ha="right", fontsize=7)
         axes.set(yscale="log", ylabel=own[0]["unit"], title=f"{network}, {_words(own[0])[3]}")
-        axes.legend()
+        axes.set_ylim(bottom=0.5 * min(height for side in SIDES for height in heights[side] if height))
+        axes.legend(**BESIDE)
     figure.savefig(target, metadata={"Date": None})
     return target
 
@@ -62,7 +64,7 @@ def against(rows: Rows, memory: bool, target: Path) -> Path | None:
         unit = next(row["unit"] for row in own if row["unit"] != "GiB")
         across = "peak memory reserved on a GPU, GiB" if memory else "global batch"
         axes.set(xscale="log", yscale="log", xlabel=across, ylabel=unit, title=f"{network}, {section}")
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, **BESIDE)
     figure.savefig(target, metadata={"Date": None})
     return target
 
