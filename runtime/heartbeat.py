@@ -136,7 +136,19 @@ class Heartbeat:
         self._stop.set()
         if self._store is not None:
             self._thread.join()
+            self._leave(self._store)
             self._store = None
+
+    def _leave(self, store: dist.TCPStore) -> None:
+        """Rank 0 waits a moment for the others, whose threads would write to its store in vain, which torch reports."""
+        patience = time.monotonic() + self._silence
+        try:
+            store.set(f"left{self._ranks.rank}", "")
+            others = [f"left{rank}" for rank in self._seen]
+            while self._ranks.rank == 0 and not store.check(others) and time.monotonic() < patience:
+                time.sleep(0.01)
+        except RuntimeError:
+            return  # the store went with rank 0
 
     def _beat(self) -> None:
         lost = False

@@ -124,6 +124,23 @@ def connects(how: str) -> tuple[str, float]:
         dist.TCPStore = real  # type: ignore[misc]
 
 
+def leaves_late() -> dict[str, Any]:
+    """Rank 1 closes half a second after rank 0: when it began to and when each was through, by one clock; whether the
+    store was gone by then."""
+    running = launch(compile_by_hand(make_net(), pp=2), timeout=timedelta(seconds=20))
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    closing, store = time.monotonic(), running._engine.heartbeat._store
+    lost = False
+    try:
+        assert store is not None
+        store.set("still", "there")
+    except RuntimeError:
+        lost = True
+    running.close()
+    return {"closing": closing, "closed": time.monotonic(), "lost": lost}
+
+
 def broken_program() -> tuple[str, str]:
     """All ranks raise in their loss or receive; another step says that the program must be launched again."""
     running = launch(compile_by_hand(make_net(), pp=2), timeout=timedelta(seconds=2))

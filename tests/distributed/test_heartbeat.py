@@ -65,3 +65,9 @@ def test_a_store_that_a_rank_does_not_reach_is_named_on_all(pool: Pool) -> None:
     for text, _ in pool.run(JOBS + "connects", ranks=2, how="cut off", timeout=30.0):
         assert text.startswith("rank 1: the store of heartbeats at localhost:"), text
         assert "no route to host" in text and "MASTER_ADDR" in text
+
+
+def test_rank_0_keeps_its_store_until_the_others_have_left(pool: Pool) -> None:
+    """Else their threads write to a store that is gone, and torch prints a stack trace for each."""
+    first, second = pool.run(JOBS + "leaves_late", ranks=2)
+    assert second["closing"] - 0.05 < first["closed"] and not second["lost"]
