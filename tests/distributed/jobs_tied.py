@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,9 +35,9 @@ def copies(running: RunningProgram, names: tuple[str, ...]) -> dict[str, list[Te
 
 
 def train(name: str, execution: str, **topology: Any) -> dict[str, Any]:
-    """Four steps with clipping: losses, norm, state, this rank's copies and where it stands."""
+    """Four steps with clipping, after all checks of the gate: losses, norm, state, this rank's copies and where it stands."""
     case = TIED[name]
-    program = parallelize(case.model(), example_inputs=case.batches()[0][0], verify="off", **topology)
+    program = parallelize(case.model(), example_inputs=case.batches()[0][0], **topology)
     running: Any = program.launch(sgd, execution=execution, clip_grad_norm=0.05)
     losses = []
     for x, y in case.batches() * 2:
@@ -121,3 +123,14 @@ def frozen() -> dict[str, Any]:
     result["tied"] = program.plan.tied
     running.close()
     return result
+
+
+def late_to_the_exchange() -> None:
+    """Rank 1 does its part of the step and then comes too late to sum the gradients of the copies."""
+    (x, y), _ = ROWS()
+    program = parallelize(fill(LanguageModel(), scale=0.9), pp=2, example_inputs=x, microbatches=2, verify="off")
+    running: Any = program.launch(sgd, timeout=timedelta(seconds=2), verify=False)
+    running.train_step(x, y, LOSS)
+    if running.ranks.rank == 1:
+        running._engine.parallel.finish = lambda: time.sleep(30)
+    running.train_step(x, y, LOSS)

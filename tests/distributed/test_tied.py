@@ -10,12 +10,13 @@ import torch
 
 from snnpart import schedules
 from snnpart.api import parallelize
+from snnpart.errors import LaunchError
 from snnpart.plan import Plan
 from snnpart.runtime.checkpoint import read_model
 from tests.distributed.case import fill, reset
 from tests.distributed.cases_tied import TIED, LanguageModel
 from tests.distributed.jobs_tied import ROWS, TwoOutputs, early, late, sgd
-from tests.distributed.pool import Pool
+from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import OneProcess, assert_same
 from tests.distributed.test_cases import check, name_of
 from tests.distributed.test_checkpoint import MIXED, MIXED_FSDP, ONE, PP, save
@@ -169,6 +170,15 @@ def test_a_program_on_disk(pool: Pool, tmp_path: Path) -> None:
     for result in pool.run(JOBS + "saved_program", ranks=2, folder=str(tmp_path / "program")):
         assert result["loss"] == pytest.approx(loss, abs=1e-9)
         assert_same(result["state"], state)
+
+
+def test_a_rank_that_does_not_come_to_the_exchange_is_named(pool: Pool) -> None:
+    with pytest.raises(JobFailed) as failed:
+        pool.run(JOBS + "late_to_the_exchange", ranks=2)
+    error = failed.value.errors[0]
+    assert isinstance(error, LaunchError) and "rank 0 (dp 0, pp 0, tp 0), stage 0" in error.where
+    with pytest.raises(LaunchError, match=r"summing gradients failed: .*rank 1 \(dp 0, pp 1, tp 0\)"):
+        raise error
 
 
 def test_a_matrix_that_does_not_learn_is_not_exchanged(pool: Pool) -> None:
