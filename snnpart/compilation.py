@@ -128,15 +128,7 @@ def compile_program(
     graph = trace_model(model, inputs, options, model.training if training is None else training)
     graph.kept = kept
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
-    left_out = {
-        name
-        for name, wanted in ((FoldTime.name, options.fold is not False), (HoistInvariant.name, options.hoist))
-        if not wanted
-    }
-    rewrites: list[Pass] = [item for item in REWRITE if item.name not in left_out]
-    if options.tp > 1 and isinstance(options.fold, bool):  # loops that run in rounds stay loops
-        rewrites.append(UnfoldFeedback(to_share(options.shard, None if plan is None else plan.shards)))
-    records = PassManager((*rewrites, *analyses(profile))).run(graph)
+    records = PassManager((*_rewrites(options, plan), *analyses(profile))).run(graph)
     chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
     )
@@ -181,6 +173,19 @@ def _one_step(inputs: Any, options: Options) -> Any:
     times = iter(input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims).time)
     first = lambda x, dim: x if dim is None else x.select(dim, 0)  # noqa: E731
     return pytree.tree_map(lambda x: first(x, next(times)) if isinstance(x, Tensor) else x, inputs)
+
+
+def _rewrites(options: Options, plan: Plan | None) -> list[Pass]:
+    """The rewrites that the options leave in. Loops that are to run in rounds stay loops over tp ranks too."""
+    left_out = {
+        name
+        for name, wanted in ((FoldTime.name, options.fold is not False), (HoistInvariant.name, options.hoist))
+        if not wanted
+    }
+    rewrites: list[Pass] = [item for item in REWRITE if item.name not in left_out]
+    if options.tp > 1 and isinstance(options.fold, bool):
+        rewrites.append(UnfoldFeedback(to_share(options.shard, None if plan is None else plan.shards)))
+    return rewrites
 
 
 def analyses(profile: MachineProfile) -> tuple[Pass, ...]:
