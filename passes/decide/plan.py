@@ -55,17 +55,10 @@ def decide(
     whole = memory if pp == 1 and memory else None  # with stages the cut keeps the bound
     DecidePlacement(tp, profile, pins, objective, whole).run(work)
     DecideStages(
-        pp=pp * per_rank,
-        profile=profile,
-        tp=tp,
-        pinned=pinned.stages if pinned else None,
-        per_rank=per_rank,
-        split_at=None if pinned else split_at,
-        schedule=schedule,
-        microbatches=microbatches,
-        memory=memory,
+        pp=pp * per_rank, profile=profile, tp=tp, pinned=pinned.stages if pinned else None, per_rank=per_rank,
+        split_at=None if pinned else split_at, schedule=schedule, microbatches=microbatches, memory=memory,
         tied=pinned.tied if pinned else None,
-    ).run(work)
+    ).run(work)  # fmt: skip
     if MADE_BY in work.notes:
         graph.notes[MADE_BY] = work.notes[MADE_BY]
     gathered = Units(pinned.units, pinned.reshard) if pinned else Units({}, False)
