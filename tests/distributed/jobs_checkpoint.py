@@ -85,14 +85,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @contextmanager
-def launched(net: str, optimizer: str, tp: int, pp: int, dp: str) -> Iterator[RunningProgram]:
+def launched(net: str, optimizer: str, tp: int, pp: int, dp: str, **options: Any) -> Iterator[RunningProgram]:
     model = fill(NETS[net](), scale=0.5 if net == "a17" else 0.9)
     dp_size = dist.get_world_size() // (tp * pp) if dist.is_initialized() else 1
     example = batch_of(net, 0)[0].chunk(dp_size)[0]
     microbatches = 1 if pp == 1 else 2
     program = parallelize(
-        model, tp=tp, pp=pp, dp=dp, example_inputs=example, microbatches=microbatches, schedule="gpipe", reset=reset
-    )
+        model, tp=tp, pp=pp, dp=dp, example_inputs=example, microbatches=microbatches, schedule="gpipe", reset=reset,
+        **options,
+    )  # fmt: skip
     running: Any = program.launch(OPTIMIZERS[optimizer])
     with running:
         yield running
@@ -108,10 +109,10 @@ def steps(running: RunningProgram, net: str, numbers: range) -> list[float]:
 
 
 def save_and_go_on(
-    directory: str, net: str, optimizer: str = "adam", tp: int = 1, pp: int = 1, dp: str = "ddp"
+    directory: str, net: str, optimizer: str = "adam", tp: int = 1, pp: int = 1, dp: str = "ddp", **options: Any
 ) -> tuple[list[float], list[float]]:
     """Three steps, a checkpoint that is written while the next three run; the losses of both."""
-    with launched(net, optimizer, tp, pp, dp) as running:
+    with launched(net, optimizer, tp, pp, dp, **options) as running:
         average = {name: parameter.detach().clone() * 2 for name, parameter in running.named_parameters()}
         average = {name: getattr(value, "to_local", lambda value=value: value)() for name, value in average.items()}
         checkpointer = Checkpointer(Path(directory), running, mirrors={"ema": average})
@@ -123,10 +124,10 @@ def save_and_go_on(
 
 
 def load_and_go_on(
-    directory: str, net: str, optimizer: str = "adam", tp: int = 1, pp: int = 1, dp: str = "ddp"
+    directory: str, net: str, optimizer: str = "adam", tp: int = 1, pp: int = 1, dp: str = "ddp", **options: Any
 ) -> tuple[Any, list[float], dict[str, Tensor]]:
     """The three steps after a checkpoint, on this topology; its extra state, and the weights it held."""
-    with launched(net, optimizer, tp, pp, dp) as running:
+    with launched(net, optimizer, tp, pp, dp, **options) as running:
         checkpointer = Checkpointer(Path(directory), running)
         path = checkpointer.latest()
         assert path is not None
