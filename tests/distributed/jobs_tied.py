@@ -35,7 +35,7 @@ def copies(running: RunningProgram, names: tuple[str, ...]) -> dict[str, list[Te
 
 
 def train(name: str, execution: str, **topology: Any) -> dict[str, Any]:
-    """Four steps with clipping, after all checks of the gate: losses, norm, state, this rank's copies and where it stands."""
+    """Four steps with clipping, after all checks of the gate: losses, norm, state, this rank's copies and place."""
     case = TIED[name]
     program = parallelize(case.model(), example_inputs=case.batches()[0][0], **topology)
     running: Any = program.launch(sgd, execution=execution, clip_grad_norm=0.05)
