@@ -142,14 +142,24 @@ def reference(
         gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         own_reset(module)
         held = compiled.source.tensors
+        names = {name for name, info in held.items() if info.leaf is None} - framework_state(module)
         buffers = {
             name: buffer.detach().clone()
             for name, buffer in module.named_buffers()
-            if name in held and held[name].leaf is None and buffer.is_floating_point()
+            if name in names and buffer.is_floating_point()
         }
     if entry.training:
         assert max((float(grad.abs().max()) for grad in gradients.values()), default=0.0) > 1e-6, "no gradient flows"
     return Ran(outputs, loss, gradients, buffers)
+
+
+def framework_state(model: nn.Module) -> set[str]:
+    """Where the layers of frameworks keep state, those that are traced through too."""
+    return {
+        f"{path}.{name}".strip(".")
+        for path, module in model.named_modules()
+        for name in frameworks.adapter_for(module).state_names(module)
+    }
 
 
 def own_reset(module: nn.Module) -> None:
