@@ -139,7 +139,12 @@ def test_frames_of_several_t_are_trained_by_their_t_on_any_ranks(pool: Pool, tmp
             assert all(parameter.grad is not None and parameter.grad.any() for parameter in net.parameters())
             optimizer.step()
             wanted.append(loss.item())
-    config = {"model": f"{JOBS}:clip_net", "dataset": f"{JOBS}:clips", "input_layout": "NTCHW", "verify": "off"}
+    config: dict[str, Any] = {
+        "model": f"{JOBS}:clip_net",
+        "dataset": f"{JOBS}:clips",
+        "input_layout": "NTCHW",
+        "verify": "off",
+    }
     config |= {"epochs": 2, "optimizer_kwargs": {"lr": 0.01}, "checkpoint_dir": str(tmp_path)}
     before = run(pool, "losses_of", {"ranks": 2, "batch_size": 2}, config=config, stop=3)
     after = run(pool, "losses_of", {"ranks": 2, "tp": 2, "batch_size": 4}, config=config)

@@ -111,4 +111,4 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
         prefix, _, batch = point.rpartition(" ")
         return order.get(prefix, len(order)), int(batch.removeprefix("G=")) if batch.startswith("G=") else 10**9
 
-    results.write(path, sorted(rows, key=key))
+    results.write(path, [dict(row) for row in sorted(rows, key=key)])
