@@ -102,7 +102,7 @@ class Engine:
     def finish_sums(self) -> None:
         """After its backward: sum them. What `partial` put aside first is added last."""
         for one in (*self.copies, self.partial):
-            with self.heartbeat.guard("summing gradients", self.stage.place):
+            with self.heartbeat.guard("reducing partial gradients", self.stage.place):
                 one.finish()
 
     def check_open(self) -> None:

@@ -177,7 +177,7 @@ def test_a_rank_that_does_not_come_to_the_exchange_is_named(pool: Pool) -> None:
         pool.run(JOBS + "late_to_the_exchange", ranks=2)
     error = failed.value.errors[0]
     assert isinstance(error, LaunchError) and "rank 0 (dp 0, pp 0, tp 0), stage 0" in error.where
-    with pytest.raises(LaunchError, match=r"summing gradients failed: .*rank 1 \(dp 0, pp 1, tp 0\)"):
+    with pytest.raises(LaunchError, match=r"reducing partial gradients failed: .*rank 1 \(dp 0, pp 1, tp 0\)"):
         raise error
 
 
