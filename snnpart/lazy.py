@@ -11,7 +11,6 @@ from snnpart.errors import LaunchError
 
 if TYPE_CHECKING:
     from snnpart.api import ParallelProgram
-    from snnpart.runtime.running import RunningProgram
 
 
 class LazyProgram:
@@ -19,17 +18,18 @@ class LazyProgram:
 
     def __init__(self, program: ParallelProgram, options: Mapping[str, Any]) -> None:
         self._program, self._options = program, options
-        self._running: RunningProgram | None = None
+        self._running: Any = None
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Callable[..., Tensor], **options: Any) -> Tensor:
         """Compile and launch at the first call; then `RunningProgram.train_step`."""
-        return self._start(inputs).train_step(inputs, targets, loss_fn, **options)
+        loss: Tensor = self._start(inputs).train_step(inputs, targets, loss_fn, **options)
+        return loss
 
     def eval_step(self, inputs: Any, targets: Any = None, loss_fn: Any = None, **options: Any) -> Any:
         """Compile and launch at the first call; then `RunningProgram.eval_step`."""
         return self._start(inputs).eval_step(inputs, targets, loss_fn, **options)
 
-    def _start(self, inputs: Any) -> RunningProgram:
+    def _start(self, inputs: Any) -> Any:
         if self._running is None:
             self._program.compile(inputs)
             self._running = self._program._launch(self._options)
