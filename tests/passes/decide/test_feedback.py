@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from snnpart import ops, parallelize, simulate
@@ -15,6 +18,9 @@ from snnpart.ops_time import Loop
 from snnpart.passes.decide.constraints import WRITTEN_OUT
 from snnpart.program import CompiledProgram
 from tests.lowering import assert_gradients, near, reference
+from tests.passes.rewrite.fold_time.nets import RandomLoop, Shape
+from tests.passes.rewrite.fold_time.parity import active
+from tests.passes.rewrite.fold_time.test_random_nets import SHAPES
 from tests.zoo_models import Recurrent
 
 FRAMES = (5, 4, 6)
@@ -135,7 +141,9 @@ def test_a_collective_a_step_brings_the_spikes_back() -> None:
     assert sum(n.target is ops.all_gather for n in moved) == 3, "no spikes come back at the first of four steps"
 
 
-@pytest.mark.parametrize("how", [{"shard": "time"}, {"shard": {"back": "replicate"}}, {"steps": WRITTEN_OUT + 1}])
+@pytest.mark.parametrize(
+    "how", [{"shard": "time"}, {"shard": {"back": "replicate"}}, {"steps": WRITTEN_OUT + 1}, {"fold": 2}]
+)
 def test_a_loop_stays_where_its_matrix_is_not_to_be_shared(how: dict[str, Any]) -> None:
     net = network("by hand")
     inputs, program = shared(net, tp=2, **how)
@@ -160,3 +168,21 @@ def test_one_rank_and_stages_keep_their_loops() -> None:
     for how in ({}, {"pp": 2}):
         _, program = shared(network("by hand"), **how)
         assert loops(program.compiled) == 1
+
+
+LAYOUT = {"constant": "NF", "time-first": "TNF", "unbind": "TNF"}
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(shape=SHAPES, more=st.integers(1, 3), tp=st.sampled_from([2, 3, 4]))
+def test_random_loops_with_feedback(shape: Shape, more: int, tp: int) -> None:
+    """The program is compared with the module as it compiles: outputs, gradients, buffers."""
+    layers = (replace(shape.layers[0], feedback=True), *shape.layers[1:])
+    shape = replace(shape, layers=layers, steps=shape.steps + more)
+    torch.manual_seed(len(layers) + shape.steps)
+    net = active(RandomLoop(shape))
+    layout = LAYOUT.get(shape.source, "NTF")
+    program = parallelize(net, example_inputs=net.input(4), input_layout=layout, tp=tp, verify="full")
+    for i, layer in enumerate(layers):
+        if layer.feedback:
+            assert program.plan.shards[f"backs.{i}"] in ("column", "row", "scatter"), program.plan.shards
