@@ -117,6 +117,13 @@ def test_the_footprint_counts_bits() -> None:
     assert plain - bits == gone
 
 
+def test_the_footprint_of_fused_neurons_counts_what_they_keep() -> None:
+    """Each convolution's output and each layer's input once; the image is the caller's."""
+    large, small = 4 * 2 * 6 * 16, 4 * 2 * 4 * 16
+    outputs, inputs = 2 * large + small, 2 * large + small
+    assert compiled(saved="plain", fuse=True).stages[0, 0].footprint.saved == 8 * (outputs + inputs)
+
+
 CONVOLUTION: Callable[..., Tensor] = torch.conv2d
 
 
