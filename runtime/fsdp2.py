@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from snnpart import compat, facts
 from snnpart.errors import LaunchError
 from snnpart.facts import Gathers
+from snnpart.ops_packed import PackedInput
 from snnpart.program import StageProgram
 from snnpart.runtime.collectives import Axis
 from snnpart.runtime.ranks import control_device
@@ -111,9 +112,10 @@ class Fsdp2(Alone):
                 with graph.inserting_before(node):
                     graph.call_function(self.begin, (number,))
                 begun.add(number)
-            if self._reshard and _may_hide(node):
+            read = self._read_by(node) if self._reshard and _may_hide(node) else []
+            if read:
                 with graph.inserting_after(node):
-                    graph.call_function(self.watch, (node, *self._read_by(node)))
+                    graph.call_function(self.watch, (node, *read))
             for number in mine.intersection(found.ends):
                 with graph.inserting_after(node):
                     graph.call_function(self.end, (number,))
@@ -298,6 +300,7 @@ def _stays_whole(parameter: Tensor, has_gradient: bool) -> bool:
 
 
 def _may_hide(node: fx.Node) -> bool:
-    """Whether a node is a user's autograd function, which may keep tensors without autograd's knowledge."""
+    """Whether we may not see what a node keeps for backward: a user's autograd function may do so without autograd's
+    knowledge, and hooks of its own take the place of ours."""
     function = getattr(node.target, "__self__", None)
-    return node.op == "call_function" and isinstance(function, type) and issubclass(function, Function)
+    return isinstance(node.target, PackedInput) or (isinstance(function, type) and issubclass(function, Function))

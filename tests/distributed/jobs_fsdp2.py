@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from snnpart.api import parallelize
 from snnpart.errors import SnnpartError
+from snnpart.ops_packed import PackedInput
 from snnpart.runtime.fsdp2 import Fsdp2
 from snnpart.runtime.unit import Unit
 from tests.distributed.cases import CASES, Aux, det, fill
@@ -92,6 +93,8 @@ def autocast(dp: str, precision: str, execution: str = "eager", **options: Any) 
     result = {"losses": losses, "gradients": running.gradients(), "state": running.state_dict()}
     parallel = running._engine.parallel
     result["outputs"] = running.eval_step(x)
+    graph = program.compiled.stages[0, 0].graph
+    result["packed"] = sum(isinstance(node.target, PackedInput) for node in graph.nodes)
     units = parallel.units if isinstance(parallel, Fsdp2) else ()
     result |= {"sent": sum(u.row().numel() for u in units), "held": sum(u.held.numel() for u in units)}
     running.close()

@@ -109,6 +109,16 @@ def test_other_executions_are_eager_steps(pool: Pool, how: dict[str, Any], execu
         assert_same(got["state"], want["state"])
 
 
+@pytest.mark.parametrize("how", [KEPT, AGAIN], ids=["kept", "again"])
+def test_inputs_that_are_kept_as_bits(pool: Pool, how: dict[str, Any]) -> None:
+    """Convolutions that pack what they keep need their weights in backward too."""
+    job = {"ranks": 2, "precision": "fp32", "saved": "packed"}
+    for want, got in zip(pool.run(JOBS + "autocast", dp="ddp", **job), pool.run(JOBS + "autocast", **job, **how)):
+        assert got["packed"] > 0
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-6)
+        assert_same(got["gradients"], want["gradients"], 1e-5)
+
+
 def test_what_autocast_rounds_is_gathered_rounded(pool: Pool) -> None:
     """Losses, gradients over two microbatches and outputs are those of DDP; weights of convolutions take half."""
     job = {"ranks": 2, "precision": "bf16", "microbatches": 2}
