@@ -64,6 +64,27 @@ class Shared(nn.Module):
         return out
 
 
+class Everywhere(nn.Module):
+    """One layer in front of each of six neuron layers, a norm of its own behind each: [N, 6] -> [N, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(6))
+        self.fire = nn.ModuleList(LIF(vth=0.3) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset(self)
+        out = torch.zeros_like(x)
+        for _ in range(2):
+            y = x
+            for norm, fire in zip(self.norms, self.fire, strict=True):
+                y = y + fire(norm(self.layer(y)))
+            out = out + y
+        head: Tensor = self.head(out)
+        return head
+
+
 def _tokens(step: int) -> tuple[Tensor, Tensor]:
     return (torch.arange(25) * 3 + step).reshape(5, 5) % 7, (torch.arange(25) + 1).reshape(5, 5) % 7
 
@@ -75,6 +96,11 @@ def _over_tokens(out: Tensor, target: Tensor) -> Tensor:
 TIED = {
     "tied ends": Case(
         lambda: fill(LanguageModel(), scale=0.9), lambda: [_tokens(i) for i in range(2)], loss=_over_tokens
+    ),
+    "everywhere": Case(
+        lambda: fill(Everywhere(), scale=0.9),
+        lambda: [(det(5, 6, k=0.3 + 0.2 * i) * 2, torch.arange(5) % 3) for i in range(2)],
+        loss=F.cross_entropy,
     ),
     "shared conv": Case(
         lambda: fill(Shared(), scale=0.9),

@@ -24,6 +24,7 @@ from tests.distributed.test_checkpoint import one_process as six_steps
 
 JOBS = "tests.distributed.jobs_tied:"
 ENDS = {"tied ends": ("emb.weight",), "shared conv": ("conv.bias", "conv.weight", "scale")}
+COPIED = {**ENDS, "everywhere": ("layer.bias", "layer.weight")}
 DEEP = {"ranks": 3, "pp": 3, "microbatches": 3}
 
 
@@ -42,13 +43,15 @@ DEEP = {"ranks": 3, "pp": 3, "microbatches": 3}
         ("shared conv", 4, {"pp": 2, "dp": "fsdp2", "schedule": "interleaved-1f1b", "microbatches": 2}),
         ("tied ends", 4, {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 2}),
         ("shared conv", 4, {"pp": 2, "tp": 2, "schedule": "interleaved-zb", "microbatches": 2}),
+        ("everywhere", 3, {"pp": 3, "schedule": "1f1b", "microbatches": 3, "split_at": ["norms.2", "norms.4"]}),
+        ("everywhere", 4, {"pp": 2, "dp": "fsdp2", "schedule": "zbv", "microbatches": 2}),
     ],
     ids=name_of,
 )
 def test_copies_take_the_steps_of_one_parameter(pool: Pool, name: str, ranks: int, how: dict[str, Any]) -> None:
     """Two updates with clipping, whose norm counts each number once."""
     results = check(pool, name, ranks, how, learn=True, clip=0.05)
-    assert Plan.from_json(results[0]["plan"]).tied == ENDS[name]
+    assert Plan.from_json(results[0]["plan"]).tied == COPIED[name]
 
 
 PLACES: list[tuple[int, dict[str, Any]]] = [
