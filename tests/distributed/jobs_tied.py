@@ -45,6 +45,7 @@ def train(name: str, execution: str, **topology: Any) -> dict[str, Any]:
             running.train_step(dp_share(x, 0, running.ranks), dp_share(y, 0, running.ranks), case.loss).item()
         )
     result = {"losses": losses, "norm": float(running.grad_norm), "state": running.state_dict()}
+    result["shorter"] = running.eval_step(case.batches()[0][0][:, :3])
     at = running.ranks.at
     result |= {"copies": copies(running, program.plan.tied), "at": (at.dp, at.tp), "tied": program.plan.tied}
     running.close()

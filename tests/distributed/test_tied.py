@@ -91,7 +91,8 @@ def test_gradients_add_up_over_steps(pool: Pool) -> None:
 )
 @pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
 def test_copies_stay_equal_to_the_bit(pool: Pool, how: dict[str, Any], execution: str) -> None:
-    """Parameters and momentum after four steps, eager and static; losses, norm and state are one process's."""
+    """Parameters and momentum after four steps, eager and static; losses and state are one process's, and
+    so is what comes of shorter sequences, for which the same plan is compiled."""
     results = pool.run(JOBS + "train", name="tied ends", execution=execution, **how)
     case = TIED["tied ends"]
     one = OneProcess(case.model(), microbatches=how["microbatches"], optimizer=sgd, clip=0.05, reset=reset)
@@ -100,11 +101,13 @@ def test_copies_stay_equal_to_the_bit(pool: Pool, how: dict[str, Any], execution
         one.train_step(list(zip(x.tensor_split(dp), y.tensor_split(dp), strict=True)), case.loss_fn(len(x)))
         for x, y in case.batches() * 2
     ]
+    shorter = one.evaluate(case.batches()[0][0][:, :3])
     held: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
     for result in results:
         assert result["tied"] == ("emb.weight",)
         assert result["losses"] == pytest.approx(losses, abs=1e-9)
         assert_same(result["state"], one.model.state_dict())
+        assert_same({"shorter": result["shorter"]}, {"shorter": shorter})
         held.setdefault(result["at"], []).extend(result["copies"].values())
     for first, *others in held.values():
         assert len(others) == (0 if how.get("schedule") == "zbv" else 1)  # the ends of the V lie on one rank
