@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from snnpart.errors import LaunchError
-from snnpart.runtime.collectives import Axis
+from snnpart.runtime.collectives import Axis, over_nccl
 from snnpart.runtime.reduction import Alone, average
 from snnpart.runtime.stage import Stage
 
@@ -127,14 +127,14 @@ class Buckets(Alone):
             )
         with torch.no_grad():
             bucket.flat = torch.cat([in_memory_order(p.grad, p) for p in bucket.parameters if p.grad is not None])
-        mean = dist.ReduceOp.AVG if dist.get_backend(self.axis.group) == "nccl" else dist.ReduceOp.SUM
+        mean = dist.ReduceOp.AVG if over_nccl(self.axis, self.stage.device) else dist.ReduceOp.SUM
         bucket.work = dist.all_reduce(bucket.flat, mean, group=self.axis.group, async_op=True)
 
     def _take_back(self, bucket: _Bucket) -> None:
         """Wait for the bucket's mean; its pieces are the gradients."""
         assert bucket.flat is not None
         bucket.work.wait()
-        if dist.get_backend(self.axis.group) != "nccl":
+        if not over_nccl(self.axis, self.stage.device):
             bucket.flat.div_(self.axis.size)
         pieces = bucket.flat.split([p.numel() for p in bucket.parameters])
         for parameter, piece in zip(bucket.parameters, pieces, strict=True):

@@ -39,6 +39,14 @@ class Axis:
         return len(self.ranks)
 
 
+def over_nccl(axis: Axis, device: torch.device) -> bool:
+    """Whether tensors of the device travel along the axis by NCCL, which scatters sums and averages.
+
+    `dist.get_backend` does not say it of a group that has a backend for each kind of device, as those of a launch do.
+    """
+    return device.type == "cuda" and axis.group is not None and "nccl" in str(dist.get_backend_config(axis.group))
+
+
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """A new tensor, in x's layout: the sum of x over the ranks of the axis. Not differentiable.
 
@@ -58,7 +66,7 @@ def _dense(x: Tensor) -> torch.memory_format:
 
 def scatter_sum_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
     """This rank's pieces of `dim` of the sum of x over the ranks, contiguous. Not differentiable."""
-    scatters = axis.group is not None and dist.get_backend(axis.group) == "nccl"
+    scatters = over_nccl(axis, x.device)
     if axis.group is None or not (scatters or x.device.type == "cpu"):
         return select_pieces(sum_over(x, axis), dim, pieces[axis.index]).clone(memory_format=torch.contiguous_format)
     sizes = [sum(stop - start for start, stop in held) for held in pieces]

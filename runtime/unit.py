@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from snnpart import compat
 from snnpart.runtime.buckets import in_memory_order
-from snnpart.runtime.collectives import Axis
+from snnpart.runtime.collectives import Axis, over_nccl
 
 _ALIGNED = 128
 """Bytes at whose multiples parameters and their rows begin: a line of a GPU's cache."""
@@ -302,13 +302,9 @@ class Unit:
             member.kept = None
 
 
-def _averages(axis: Axis) -> bool:
-    return dist.get_backend(axis.group) == "nccl"
-
-
 def _scattered(members: Sequence[Member], sent: Tensor, axis: Axis) -> _Reduction:
     """A reduce-scatter under way; not every other backend has one, they sum everything."""
-    if _averages(axis):
+    if over_nccl(axis, sent.device):
         own = torch.empty_like(sent[0])
         return _Reduction(members, sent, own, compat.average_into(own, sent.view(-1), axis.group), 1.0)
     work = dist.all_reduce(sent, group=axis.group, async_op=True)
