@@ -44,10 +44,10 @@ def one_process(dp: int, microbatches: int) -> dict[str, Any]:
     [
         (2, {"pp": 2, "schedule": "gpipe", "microbatches": 3}),
         (2, {"pp": 2, "schedule": "zbv", "microbatches": 2}),
-        (3, {"pp": 3, "schedule": "1f1b", "microbatches": 4}),
+        pytest.param(3, {"pp": 3, "schedule": "1f1b", "microbatches": 4}, marks=pytest.mark.all),
         (4, {"pp": 4, "schedule": "1f1b", "microbatches": 5}),
         (4, {"pp": 2, "dp": "fsdp2", "schedule": "interleaved-1f1b", "microbatches": 2}),
-        (4, {"pp": 2, "dp": "ddp", "schedule": "interleaved-zb", "microbatches": 3}),
+        pytest.param(4, {"pp": 2, "dp": "ddp", "schedule": "interleaved-zb", "microbatches": 3}, marks=pytest.mark.all),
         (4, {"pp": 2, "tp": 2, "schedule": "interleaved-zb", "microbatches": 2}),
     ],
     ids=name_of,
