@@ -39,11 +39,16 @@ class Region:
         order = [node for node in target.region.nodes if node.op == "placeholder"]
         self.places = [order.index(node) for node in (found.x, found.residual) if node is not None]
         self.leaves = [module.get_submodule(path) for path in leaf_paths(found.scan)]
-        self._run: Function = target.over(partial(_plainly, module))
+        self._module, self._function = module, _plainly(module, target.region)
+
+    def _run(self, *args: Any) -> Tensor:
+        return self._function(self._module, *args)[0]  # type: ignore[no-any-return]
 
     @cached_property
     def _compiled(self) -> Function:
-        return compiled(self._run)
+        """Each region's own function is compiled: of one that all shared torch would keep a few variants only."""
+        made = compiled(self._function)
+        return lambda *args: made(self._module, *args)[0]
 
     def plain(self, *args: Any) -> Tensor:
         return self._wide(self._run, args)
@@ -86,10 +91,13 @@ class Region:
 
 
 def _plainly(module: Body, graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
-    """A graph over the module, with loops as loops: nothing of ours in it that a compiler would have to look into."""
-    bind = partial(_plainly, module)
-    run = module.function_of(graph, lambda item: item.over(bind) if isinstance(item, Nested) else item)
-    return partial(run, module)
+    """The graph as a function of the module and its placeholders, with loops as loops: nothing of ours is in it that a
+    compiler would have to look into."""
+
+    def bind(inner: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+        return partial(_plainly(module, inner), module)
+
+    return module.function_of(graph, lambda item: item.over(bind) if isinstance(item, Nested) else item)
 
 
 def fastest(choices: Choices, kind: str, ways: Mapping[str, Function], args: Sequence[Any], region: Region) -> str:
