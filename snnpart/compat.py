@@ -285,9 +285,15 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_many(into: Sequence[Tensor], come: Sequence[Tensor]) -> None:
-    """Copy each tensor of `come` into that of `into`, in few kernels."""
-    if into:
-        torch._foreach_copy_(list(into), list(come))
+    """Copy each tensor of `come` into that of `into`, in one kernel for each pair of dtypes: torch takes one for each
+    tensor where they are mixed."""
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for there, here in zip(into, come, strict=True):
+        theirs, ours = pairs.setdefault((there.dtype, here.dtype), ([], []))
+        theirs.append(there)
+        ours.append(here)
+    for theirs, ours in pairs.values():
+        torch._foreach_copy_(theirs, ours)
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
