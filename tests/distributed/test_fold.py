@@ -15,7 +15,6 @@ JOB = "tests.distributed.jobs_fold:evaluated"
 @pytest.mark.parametrize(
     "topology",
     [
-        {"ranks": 2, "tp": 2, "shard": {"0": "column", "3": "column"}},
         {"ranks": 4, "tp": 2, "pp": 2, "microbatches": 2, "split_at": ["3"], "shard": {"0": "column", "3": "column"}},
         {"ranks": 2, "dp": "fsdp2"},
     ],

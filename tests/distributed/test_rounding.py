@@ -14,7 +14,6 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"ranks": 2},
     {"ranks": 2, "dp": "fsdp2"},
     {"ranks": 2, "tp": 2},
-    {"ranks": 2, "pp": 2},
     {"ranks": 4, "tp": 2, "pp": 2, "microbatches": 2},
 ]
 
@@ -39,7 +38,7 @@ def test_rounding_changes_the_step(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "topology"), [*(("bf16", topology) for topology in TOPOLOGIES), ("fp16", TOPOLOGIES[-1])], ids=str
+    ("dtype", "topology"), [*(("bf16", topology) for topology in TOPOLOGIES), ("fp16", TOPOLOGIES[0])], ids=str
 )
 def test_it_is_the_step_of_one_rank(pool: Pool, alone: dict[str, Any], dtype: str, topology: dict[str, Any]) -> None:
     loss, gradients, outputs, _ = alone[dtype]
