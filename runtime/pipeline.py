@@ -221,7 +221,6 @@ class Pipeline:
         roots, grads = self._roots(action, flight)
         flight.halves = Halves(roots, grads, [x for x in flight.received if x.requires_grad])
         with self._at("backward of the inputs", action):
-            self.parallel.hold()
             flight.halves.inputs(self._accumulate)
         self._send_back(action, flight)
         flight.received, flight.outputs = [], []
@@ -230,7 +229,6 @@ class Pipeline:
         halves = self._flights.pop((action.stage, action.microbatch)).halves
         if halves is not None:
             with self._at("backward of the weights", action):
-                self.parallel.hold()
                 halves.weights(self._accumulate)
 
     def _accumulate(self, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:

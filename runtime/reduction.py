@@ -26,9 +26,6 @@ class Alone:
         """Backward of one microbatch; `last` when no other follows in this step."""
         torch.autograd.backward(list(roots), list(grads))
 
-    def hold(self) -> None:
-        """Called before any backward that is made without `backward`: nothing may be reduced by it."""
-
     def finish(self) -> None:
         """After the last backward: all gradients are the mean over dp."""
 
