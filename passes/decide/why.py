@@ -17,12 +17,16 @@ from snnpart.errors import PlanError
 from snnpart.explain import Alternative, Why
 from snnpart.facts import Cost
 from snnpart.graph import SpikeGraph
+from snnpart.passes.decide.constraints import WRITTEN_OUT
 from snnpart.passes.decide.lanes import REPLICATE, Lanes, find_lanes, path_of
 from snnpart.passes.decide.memory import OverMemory
 from snnpart.passes.decide.placement import Objective, apply_shards, pinned_choice, write_placements
 from snnpart.passes.decide.placement_program import solve
 from snnpart.passes.rewrite.shard_channels import shard_for_rank
+from snnpart.passes.rewrite.unfold_feedback import matrices_inside
 from snnpart.plan import Plan
+
+_WRITTEN_OUT = f'shard="max" writes out one of at most {WRITTEN_OUT} steps, with a collective a step'
 
 
 def why(
@@ -68,6 +72,8 @@ def _rules(graph: SpikeGraph, lanes: Lanes, path: str) -> tuple[tuple[str, ...],
     group = next((group for group in lanes.groups if group.path == path), None)
     if group is not None:
         return group.rules, {rule: text for rule, text in group.reasons.items() if rule not in group.rows}
+    if any(path in matrices_inside(node) for node in graph.graph.nodes):
+        return (REPLICATE,), {"column": f"it is inside a time loop; {_WRITTEN_OUT}"}
     nodes = [node for node in graph.graph.nodes if node.op.startswith("call") and path_of(node) == path]
     if not nodes:
         raise _unknown(graph, path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from snnpart import facts
 from snnpart.facts import Origin, Value, Values
 from snnpart.graph import SpikeGraph, output_node
-from snnpart.ops_time import Loop
+from snnpart.ops_time import Keep, Loop
 from snnpart.passes.analyze import kinds
 
 _PRODUCTS = ("conv", "linear", "matmul")
@@ -42,7 +42,7 @@ class UnfoldFeedback:
     def run(self, graph: SpikeGraph) -> None:
         notes = []
         for node in list(graph.graph.nodes):
-            paths = [path for path in _matrices(node) if self.shared(path, node.target.steps)]
+            paths = [path for path in matrices_inside(node) if self.shared(path, node.target.steps)]
             if paths:
                 notes.append(f"{node.target.steps} steps written out, for the tp ranks to share {_listed(paths)}")
                 _write_out(node)
@@ -50,7 +50,7 @@ class UnfoldFeedback:
             graph.notes[self.name] = "\n".join(notes)
 
 
-def _matrices(node: fx.Node) -> list[str]:
+def matrices_inside(node: fx.Node) -> list[str]:
     """The layers whose weights a loop multiplies with; empty for another node."""
     loop = node.target
     if not isinstance(loop, Loop) or loop.together:
@@ -87,7 +87,8 @@ def _write_out(node: fx.Node) -> None:
             results.append(out[len(carried) :])
             carried = tuple(out[: len(carried)])
         for user in list(node.users):
-            user.replace_all_uses_with(_result(user, loop, [step[user.args[1]] for step in results]))
+            at = cast("int", user.args[1])
+            user.replace_all_uses_with(_result(user, loop.keep[at], [step[at] for step in results]))
             graph.erase_node(user)
     graph.erase_node(node)
 
@@ -117,10 +118,10 @@ def _select(node: fx.Node, sequence: fx.Node, inner: fx.Node, t: int) -> fx.Node
     return new
 
 
-def _result(user: fx.Node, loop: Loop, steps: list[Any]) -> Any:
+def _result(user: fx.Node, keep: Keep, steps: list[Any]) -> Any:
     """What stands for a result of the loop: its value of all steps, or of the last one."""
     assert user.target is operator.getitem
-    if loop.keep[user.args[1]] == "last":  # type: ignore[index]
+    if keep == "last":
         return steps[-1]
     new = user.graph.create_node("call_function", torch.stack, (steps,), {}, user.name)
     new.meta = dict(user.meta)

@@ -149,6 +149,9 @@ def test_a_loop_stays_where_its_matrix_is_not_to_be_shared(how: dict[str, Any]) 
     inputs, program = shared(net, tp=2, **how)
     assert loops(program.compiled) == 1 and "unfold-feedback" not in program.compiled.source.notes
     assert program.plan.shards.get("back", "replicate") == "replicate"
+    answer = program.report().why("back")
+    assert answer.chosen == "replicate"
+    assert any("it is inside a time loop" in item.verdict for item in answer.alternatives)
     assert_parity(net, inputs, program.compiled)
 
 
