@@ -18,6 +18,9 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step.
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
   path whose own operations all lie in one stage. Copies of a tied parameter have names of their own (`decide/tied`).
+- `units`, `reshard`: under FSDP2, module path or parameter -> the unit in which it is gathered and its gradient reduced
+  (0 where none is named), numbered over all stages in the order in which a forward comes to them; and whether
+  parameters are sharded again after forward.
 """
 
 from __future__ import annotations
