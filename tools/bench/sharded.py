@@ -48,7 +48,7 @@ from tools.zoo.catalogue import ZOO as PUBLIC  # noqa: E402
 from tools.zoo.catalogue import Entry  # noqa: E402
 
 LEAST_FLOPS, LEAST_PARAMETERS = 0.95, 0.90
-_LSNN = "Norse's cells hold all their matrices themselves, and begin with sparse spikes, which cannot be traced"
+_LSNN = "Norse's cells hold all their matrices themselves, and take sizes from tensors, which cannot be traced through"
 EXCEPTIONS: Mapping[str, str] = {
     "norse_lsnn": _LSNN,
     "B17-speech": _LSNN,
