@@ -89,7 +89,8 @@ def gradients(engine: Engine, parts: Sequence[Part], loss_fn: LossFn, targets: C
     engine.steps += 1
     if check is not None:
         _judge(engine, check)
-    engine.parallel.finish()
+    with engine.heartbeat.guard("reducing gradients", engine.stage.place, shared=True):
+        engine.parallel.finish()
     engine.finish_sums()
     engine.parallel.rest()
     return pipeline.total
