@@ -61,6 +61,7 @@ def test_two_ranks_share_statistics_in_kernels_as_without() -> None:
         check(line)
 
 
+@pytest.mark.all
 def test_states_are_rounded_as_the_text_in_plain_torch_rounds_them() -> None:
     """Rounding changes something, so that the two could differ."""
     found = lines_of("", "rounded")
