@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from snnpart import frameworks, ops
+from snnpart.effects import writes_buffer
 from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.ops_fused import FusedNeuron
@@ -126,7 +127,9 @@ class Stage:
         tensors = {
             name: values[name] if own else local_copy(part, values[name], device) for name, part in self.slices.items()
         }
-        self.leaves = {path: _clone(path, program, tensors) for program in programs for path in program.leaves}
+        self.leaves = {path: _clone(path, p, tensors).to(device) for p in programs for path in p.leaves}
+            path: _clone(path, program, tensors).to(device) for program in programs for path in program.leaves
+        }
         held = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
         self.module = StageModule(held, self.leaves)
         self.module.compiles = compiles
@@ -209,6 +212,8 @@ class Stage:
         wanted = {p.name: (p.dim, p.pieces) for p in program.tensors if p.name not in cut}
         have = {p.name: (p.dim, p.pieces) for p in self.slices.values() if program.stage in self._stages_of(p)}
         differ = sorted(n for n in wanted if have.get(n) != wanted[n]) + sorted(set(program.leaves) - set(self.leaves))
+        copied = {n for n, part in self.slices.items() if part.stages and part.kind != "parameter"}
+        differ += sorted(copied & _written(program.graph))  # copies would drift apart
         if differ:
             raise LaunchError(
                 f"{differ[:5]} lie elsewhere in the new graph than in the launched one",
@@ -339,6 +344,12 @@ def localise(graph: fx.Graph, device: torch.device) -> fx.Graph:
         if node.op == "get_attr" and node.target in assigned:
             _copy_reads(local, node)
     return local
+
+
+def _written(graph: fx.Graph) -> set[str]:
+    """The tensors that the operations read which change buffers."""
+    reads = (read for node in graph.nodes if writes_buffer(node) for read in node.all_input_nodes)
+    return {str(read.target) for read in reads if read.op == "get_attr"}
 
 
 def _cut_reads(graph: fx.Graph, parts: Iterable[TensorSlice]) -> None:

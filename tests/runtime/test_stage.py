@@ -16,6 +16,20 @@ from tests.lowering import compiled as lowered
 from tests.lowering import fire
 
 
+class Steps(nn.Module):
+    """Two steps of a network that returns its state."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, state = self.net(x, None)
+        second, _ = self.net(x, state)
+        total: Tensor = first + second
+        return total
+
+
 def test_the_users_tensors_are_only_read() -> None:
     net = make_net()
     compiled = compile_by_hand(net, tp=2)
@@ -30,6 +44,17 @@ def test_the_users_tensors_are_only_read() -> None:
         assert torch.equal(net.state_dict()[name], value)
     assert stage.tensor("a.weight").shape == (3, 6)
     assert {name for name, _ in stage.parameters()} == {name for name, _ in net.named_parameters()}
+
+
+def test_numbers_that_two_leaves_share_are_on_the_device_in_both() -> None:
+    """Norse's cells share one default set of numbers, plain tensors; only the first cell names them."""
+    norse = pytest.importorskip("norse.torch")
+    net = norse.SequentialState(nn.Linear(4, 5), norse.LIFCell(), nn.Linear(5, 3), norse.LIFCell())
+    program = lowered(Steps(net), torch.rand(3, 4))
+    values = {name: info.tensor for name, info in program.source.tensors.items()}
+    stage = Stage([program.stage(0, 0)], values, torch.device("meta"))
+    found = {path: [x.device.type for _, x in leaf.named_buffers()] for path, leaf in stage.leaves.items()}
+    assert len(found) == 2 and all(types and set(types) == {"meta"} for types in found.values())
 
 
 def test_literal_devices_become_the_stage_s() -> None:
