@@ -128,8 +128,6 @@ class Stage:
             name: values[name] if own else local_copy(part, values[name], device) for name, part in self.slices.items()
         }
         self.leaves = {path: _clone(path, p, tensors).to(device) for p in programs for path in p.leaves}
-            path: _clone(path, program, tensors).to(device) for program in programs for path in program.leaves
-        }
         held = {p.name: (_kind(p), tensors[p.name]) for p in self.slices.values() if p.leaf is None}
         self.module = StageModule(held, self.leaves)
         self.module.compiles = compiles
