@@ -83,8 +83,15 @@ def test_two_optimizer_steps_over_tp_ranks(pool: Pool, name: str, tp: int) -> No
             torch.testing.assert_close(made, right, rtol=1e-9, atol=1e-9)
 
 
+UNITS = [
+    pytest.param(name, 2, {"dp": "fsdp2", "fsdp_units": 4, "fsdp_reshard": True}, marks=pytest.mark.all)
+    for name in SHARDED
+    if name in ZOO
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks", "how"), [run for run in RUNS if run[0] in ZOO], ids=lambda v: str(v).replace(" ", "")
+    ("name", "ranks", "how"), [*(run for run in RUNS if run[0] in ZOO), *UNITS], ids=lambda v: str(v).replace(" ", "")
 )
 def test_one_step_equals_one_process(pool: Pool, name: str, ranks: int, how: dict[str, Any]) -> None:
     """Parameters too: nothing but the gradients may change in a step without an optimizer."""
