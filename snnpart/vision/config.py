@@ -44,6 +44,8 @@ class RunConfig(Configuration):
         workers: processes that load data, of each rank.
         on_bad_sample: what a file that cannot be read does: "raise" or "skip".
         tp, pp, dp, microbatches, schedule, plan: as for `snnpart.parallelize`.
+        fsdp_units, fsdp_reshard: with dp=fsdp2, units of a stage (None: the fastest number), and whether parameters are
+            sharded again after forward (yes, no, or auto: where that costs nothing).
         batchnorm: whose statistics BatchNorm takes in training: microbatch, full, or sync (over all dp ranks).
         precision: fp32, bf16 or fp16 (autocast; fp16 with a loss scaler).
         numerics: fold: evaluations fold BatchNorm into the layer before it; exact: they do not.
@@ -70,6 +72,8 @@ class RunConfig(Configuration):
     tp: int = 1
     pp: int = 1
     dp: Literal["ddp", "fsdp2"] = "ddp"
+    fsdp_units: int | None = None
+    fsdp_reshard: Literal["auto", "yes", "no"] = "auto"
     microbatches: int | None = None
     schedule: str = "1f1b"
     plan: Path | None = None
@@ -86,7 +90,7 @@ class RunConfig(Configuration):
     timeout: float = 600.0
 
     def check(self) -> None:
-        positive(self, "batch_size", "time_steps", "tp", "pp", "microbatches", "memory", "timeout")
+        positive(self, "batch_size", "time_steps", "tp", "pp", "microbatches", "memory", "fsdp_units", "timeout")
         positive(self, "workers", "seed", zero=True)
         check_layout(self.input_layout)
         if isinstance(self.model, nn.Module) and self.model_kwargs:

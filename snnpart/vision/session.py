@@ -131,6 +131,8 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "tp": config.tp,
         "pp": config.pp,
         "dp": config.dp,
+        "fsdp_units": config.fsdp_units,
+        "fsdp_reshard": {"auto": "auto", "yes": True, "no": False}[config.fsdp_reshard],
         "microbatches": microbatches_of(config),
         "schedule": config.schedule,
         "plan": config.plan,
