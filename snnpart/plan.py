@@ -15,7 +15,8 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `numerics`: whether evaluations fold BatchNorm into the layers before it ("fold") or not ("exact").
 - `saved`: whether spikes that layers keep for backward are kept as bits ("packed") or as they are ("plain").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
-- `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step.
+- `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step, and buffers and
+  constants that they only read.
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
   path whose own operations all lie in one stage. Copies of a tied parameter have names of their own (`decide/tied`).
 - `units`, `reshard`: under FSDP2, module path or parameter -> the unit in which it is gathered and its gradient reduced

@@ -8,8 +8,9 @@ all that lies between to one stage. It need not: each stage holds a copy and the
 - readers with the same *place* read one copy. The place is the latest part with a key (see `parts`) that a reader
   needs, where parameters with several readers are no keys. A layer that a time loop calls at every step waits for the
   same layers each time and so has one place; a layer that is used twice in a step has two.
-- a parameter can be copied if everything that its readers compute from tensors alone comes from parameters that can be:
-  a buffer may be written, a parameter inside a leaf is the leaf's.
+- a parameter can be copied if everything that its readers compute from tensors alone comes from tensors that can be.
+  So can a buffer or constant that nothing writes (a mask that every layer reads), which needs no sum; not a tensor
+  inside a leaf, which is the leaf's.
 
 Copies stand in the order of the network. The first goes by the parameter's name, another by its other name in the
 module that reads it (`head.weight` of a tied output layer), else by the name and its number (`conv.weight@1`).
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from snnpart import facts
+from snnpart.effects import writes_buffer
 from snnpart.facts import Copy, Origin
 from snnpart.graph import SpikeGraph, TensorInfo
 from snnpart.passes.decide.parts import find_parts, is_tensor_read, weight_only
@@ -74,10 +76,9 @@ def copied_parameters(graph: SpikeGraph) -> tuple[str, ...]:
 
 def _can_be_copied(graph: SpikeGraph) -> dict[str, list[fx.Node]]:
     """Parameters with several readers that can be copied, and these in graph order."""
-    weights, in_leaves = weight_only(graph.graph.nodes), graph.tied_leaves()
-    free = {name for name, info in graph.tensors.items() if info.kind == "parameter" and name not in in_leaves}
+    weights, fixed = weight_only(graph.graph.nodes), {*_written(graph), *graph.tied_leaves()}
+    free = graph.tensors.keys() - fixed
     readers: dict[str, list[fx.Node]] = defaultdict(list)
-    fixed: set[str] = set()
     for node in graph.graph.nodes:
         if node in weights:
             continue
@@ -88,6 +89,13 @@ def _can_be_copied(graph: SpikeGraph) -> dict[str, list[fx.Node]]:
                 if node not in readers[name]:
                     readers[name].append(node)
     return {name: nodes for name, nodes in readers.items() if len(nodes) > 1 and name not in fixed}
+
+
+def _written(graph: SpikeGraph) -> set[str]:
+    """Buffers that the network changes, or in which neurons keep the state of a window: copies would drift apart."""
+    reads = (read for node in graph.graph.nodes if writes_buffer(node) for read in node.all_input_nodes)
+    names = {str(read.target) for read in reads if is_tensor_read(read)}
+    return {name for name in names if graph.tensors[name].kind != "parameter"} | graph.window_buffers()
 
 
 def _tensors_below(node: fx.Node) -> set[str]:

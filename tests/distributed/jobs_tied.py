@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from snnpart.api import parallelize
-from snnpart.errors import LaunchError
+from snnpart.errors import LaunchError, SnnpartError
 from snnpart.runtime.gradients import local_part
 from snnpart.runtime.running import RunningProgram
-from tests.distributed.case import fill
+from tests.distributed.case import fill, reset
 from tests.distributed.cases_tied import TIED, LanguageModel
 from tests.distributed.jobs import dp_share
+from tests.neurons import LIF
 
 ROWS, LOSS = TIED["tied ends"].batches, TIED["tied ends"].loss_fn(1)
 
@@ -135,3 +136,39 @@ def late_to_the_exchange() -> None:
     if running.ranks.rank == 1:
         running._engine.parallel.finish = lambda: time.sleep(30)
     running.train_step(x, y, LOSS)
+
+
+class Counting(nn.Module):
+    """A mask that every layer reads; in training a buffer is counted up that evaluation reads at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.fire = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), LIF(vth=0.2)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("seen", torch.ones(1, dtype=torch.float64))
+        self.mask: Tensor
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        reset(self)
+        if self.training:
+            self.seen = self.seen + 1
+        scale = 1.0 if self.training else self.seen
+        x = self.layers[0](x * self.mask) * scale
+        x = self.layers[1](self.fire(x) * self.mask)
+        out: Tensor = self.layers[2](x * self.mask) * scale
+        return out
+
+
+def counting() -> dict[str, Any]:
+    """Evaluation on two stages, and what a train step says."""
+    model, x = fill(Counting(), scale=0.9).eval(), TIED["everywhere"].batches()[0][0][:, :4]
+    program = parallelize(model, pp=2, example_inputs=x, microbatches=2, verify="off", split_at=["layers.2"])
+    running: Any = program.launch(sgd, verify=False)
+    result = {"tied": program.plan.tied, "outputs": running.eval_step(x), "error": ""}
+    try:
+        running.train_step(x, torch.zeros(len(x)), lambda out, _: out.mean())
+    except SnnpartError as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    running.close()
+    return result

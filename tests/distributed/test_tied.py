@@ -15,7 +15,7 @@ from snnpart.plan import Plan
 from snnpart.runtime.checkpoint import read_model
 from tests.distributed.case import fill, reset
 from tests.distributed.cases_tied import TIED, LanguageModel
-from tests.distributed.jobs_tied import ROWS, TwoOutputs, early, late, sgd
+from tests.distributed.jobs_tied import ROWS, Counting, TwoOutputs, early, late, sgd
 from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import OneProcess, assert_same
 from tests.distributed.test_cases import check, name_of
@@ -181,6 +181,15 @@ def test_a_program_on_disk(pool: Pool, tmp_path: Path) -> None:
     for result in pool.run(JOBS + "saved_program", ranks=2, folder=str(tmp_path / "program")):
         assert result["loss"] == pytest.approx(loss, abs=1e-9)
         assert_same(result["state"], state)
+
+
+def test_buffers_that_nothing_writes_have_copies_and_may_not_be_written_later(pool: Pool) -> None:
+    """Compiled for evaluation; the train graph would change one copy alone."""
+    model, x = fill(Counting(), scale=0.9).eval(), TIED["everywhere"].batches()[0][0][:, :4]
+    for result in pool.run(JOBS + "counting", ranks=2):
+        assert result["tied"] == ("seen",)
+        torch.testing.assert_close(result["outputs"], model(x), rtol=0, atol=1e-9)
+        assert "LaunchError" in result["error"] and "['seen'] lie elsewhere in the new graph" in result["error"]
 
 
 def test_a_rank_that_does_not_come_to_the_exchange_is_named(pool: Pool) -> None:

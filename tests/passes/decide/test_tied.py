@@ -66,8 +66,9 @@ class Standardised(nn.Module):
         return nn.functional.linear(fire(self.b(fire(self.a(x)))), weight)
 
 
-def test_what_is_computed_from_copies_is_copied_too() -> None:
-    module, x = Standardised(buffer=False).double(), 2 * torch.randn(6, 4, dtype=torch.float64)
+@pytest.mark.parametrize("buffer", [False, True])
+def test_what_is_computed_from_copies_is_copied_too(buffer: bool) -> None:
+    module, x = Standardised(buffer=buffer).double(), 2 * torch.randn(6, 4, dtype=torch.float64)
     assert keys(module, x) == {"w": ("w", "w@1"), "gain": ("gain", "gain@1")}
     assert all(0.01 < rate < 0.99 for rate in rates(module, (x,)))
     program = compiled(module, (x,), pp=2)
@@ -75,11 +76,53 @@ def test_what_is_computed_from_copies_is_copied_too() -> None:
     assert_parity(module, (x,), program)
 
 
-def test_a_buffer_that_is_read_twice_stays_in_one_stage() -> None:
-    module = Standardised(buffer=True).double()
-    assert keys(module, torch.randn(6, 4, dtype=torch.float64)) == {}
-    with pytest.raises(PlanError, match="at most 1 stages"):
-        compiled(module, (torch.randn(6, 4, dtype=torch.float64),), pp=2)
+class Counting(nn.Module):
+    """A buffer that the network changes, read by its first and its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.ones(4))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fire(self.a(x * self.seen))
+        x = self.c(fire(self.b(x)) * self.seen)
+        self.seen = self.seen + 1
+        return x
+
+
+def test_a_buffer_that_is_written_stays_in_one_stage() -> None:
+    assert keys(Counting().double(), torch.randn(6, 4, dtype=torch.float64)) == {}
+
+
+class Masked(nn.Module):
+    """Every layer reads one mask, a buffer or a constant."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        mask = torch.ones(4, 4, dtype=torch.float64).tril()
+        if registered:
+            self.register_buffer("mask", mask)
+        else:
+            self.mask = mask
+        self.mask: Tensor
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + fire(self.mask @ layer(x))
+        return x
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_what_nothing_writes_binds_no_layers(registered: bool) -> None:
+    module, x = Masked(registered).double(), torch.randn(6, 4, 5, dtype=torch.float64)
+    program = compiled(module, (x,), pp=4, microbatches=2)
+    assert program.plan.tied == ("mask",)
+    held = [part.stages for s in range(4) for part in program.stage(s, 0).tensors if part.name == "mask"]
+    assert len(held) > 1 and {len(stages) for stages in held} == {len(held)}
+    assert_parity(module, (x,), program, microbatches=2)
 
 
 @pytest.mark.parametrize("name", ["tied ends", "shared conv"])
