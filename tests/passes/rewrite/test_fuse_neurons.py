@@ -37,6 +37,19 @@ def lif(**given: Any) -> nn.Module:
     return neuron.LIFNode(step_mode="m", surrogate_function=surrogate.ATan(), **given)
 
 
+@pytest.mark.parametrize("options", [{"fuse": False}, {"fuse": None, "state": "carry"}])
+def test_rounded_states_are_refused_where_none_is_fused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="neuron_dtype='bf16' rounds the states of fused neurons, and none is fused"):
+        compiled(Block(lif()), neuron_dtype="bf16", **options)
+
+
+def test_rounded_states_have_neurons_fused_and_what_is_not_is_named() -> None:
+    (node,) = fused_in(compiled(Block(lif()), fuse=None, neuron_dtype="fp16"))
+    assert node.target.state == "float16"  # type: ignore[union-attr]
+    found = compiled(Steps(Mixing()), fuse=None, neuron_dtype="bf16").notices
+    assert found[0].endswith("; its states are not rounded to bfloat16")
+
+
 def test_norm_neuron_and_addition_become_one_node() -> None:
     program = compiled(Block(lif()))
     (node,) = fused_in(program)
