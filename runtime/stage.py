@@ -33,6 +33,7 @@ from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.compiled import compiled, leave_alone, left_alone
 from snnpart.runtime.kernels import bits as kernel_bits
 from snnpart.runtime.kernels.fused_neuron import Fused
+from snnpart.runtime.localise import cut_reads, localise
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import views_for_readers
 
@@ -195,7 +196,7 @@ class Stage:
     def _local(self, graph: fx.Graph, program: StageProgram, cut: Iterable[TensorSlice]) -> fx.Graph:
         """A copy of one of the program's graphs for this rank's device and tensors."""
         own = localise(graph, self.device)
-        _cut_reads(own, cut)
+        cut_reads(own, cut)
         if self.gathering is not None:
             self.gathering.mark(own, program)
         return own
@@ -325,58 +326,10 @@ def local_copy(part: TensorSlice, whole: Tensor, device: torch.device) -> Tensor
     return local
 
 
-def localise(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """A copy of the graph that makes its tensors on `device` and keeps what it reads of a buffer it later assigns.
-
-    The user's code may bind a new tensor to a buffer's name while autograd holds the old one; `ops.assign` writes in
-    place, so reads of such a buffer are copied.
-    """
-    local = fx.Graph()
-    result = local.graph_copy(graph, {})
-    if result is not None:
-        local.output(result)
-    assigned = {node.args[0].target for node in local.nodes if node.target is ops.assign}  # type: ignore[union-attr]
-    for node in list(local.nodes):
-        node.args = fx.node.map_aggregate(node.args, lambda a: _on(a, device))  # type: ignore[assignment]
-        node.kwargs = {k: _on_keyword(k, v, device) for k, v in node.kwargs.items()}
-        if node.op == "get_attr" and node.target in assigned:
-            _copy_reads(local, node)
-    return local
-
-
 def _written(graph: fx.Graph) -> set[str]:
     """The tensors that the operations read which change buffers."""
     reads = (read for node in graph.nodes if writes_buffer(node) for read in node.all_input_nodes)
     return {str(read.target) for read in reads if read.op == "get_attr"}
-
-
-def _cut_reads(graph: fx.Graph, parts: Iterable[TensorSlice]) -> None:
-    """Have every read of the parts' tensors, which are held whole, take this rank's pieces."""
-    known = {part.name: part for part in parts}
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and node.target in known:
-            part = known[node.target]
-            with graph.inserting_after(node):
-                piece = graph.call_function(ops.select_pieces, (node, part.dim, part.pieces))
-            node.replace_all_uses_with(piece, lambda user, piece=piece: user is not piece)  # type: ignore[misc]
-
-
-def _copy_reads(graph: fx.Graph, read: fx.Node) -> None:
-    with graph.inserting_after(read):
-        kept = graph.call_method("clone", (read,))
-    read.replace_all_uses_with(
-        kept, lambda user: user is not kept and not (user.target is ops.assign and user.args[0] is read)
-    )
-
-
-def _on(argument: Any, device: torch.device) -> Any:
-    return device if isinstance(argument, torch.device) else argument
-
-
-def _on_keyword(name: str, argument: Any, device: torch.device) -> Any:
-    if name == "device" and isinstance(argument, str):
-        return device
-    return fx.node.map_aggregate(argument, lambda a: _on(a, device))
 
 
 def _kind(part: TensorSlice) -> str:

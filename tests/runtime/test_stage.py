@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 
 from snnpart import ops
 from snnpart.errors import LaunchError
-from snnpart.runtime.stage import Stage, localise
+from snnpart.runtime.localise import localise
+from snnpart.runtime.stage import Stage
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.lowering import compiled as lowered
 from tests.lowering import fire
