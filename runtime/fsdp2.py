@@ -13,10 +13,10 @@ So a gather runs while the unit before computes, in both directions, and a reduc
 compute. Collectives run on a stream of their own, which waits for and is waited for by events: a CUDA graph holds all
 of it. Without `reshard` each unit is gathered once a step, however many microbatches there are.
 
-Every rank reduces the same units in the same order, with zeros for a parameter that got no gradient. Which parameters
-the loss reaches the ranks tell each other on the CPU after the last backward, as a loss may be another one than in the
-step before; one that got its gradient after its unit had been sent is sent again. A captured step cannot ask, and has
-those of the steps that ran before it.
+Every rank reduces the same units in the same order, with zeros for a parameter that got no gradient; with `reshard` a
+backward must come to the same units on all ranks. Which parameters the loss reaches the ranks tell each other on the CPU
+when all units are under way that were reached in the step before, as a loss may be another one than there; what got its
+gradient after that is sent on its own. A captured step cannot ask, and has those of the steps that ran before it.
 
 Some stay whole on every rank, their gradients averaged: scalars, which FSDP2 cannot cut, and what never gets a
 gradient.
@@ -233,9 +233,12 @@ class Fsdp2(Alone):
             self._next += 1
 
     def finish(self) -> None:
+        for unit in reversed(self.units):
+            if unit.expected and not unit.is_reduced:
+                unit.reduce()
         reached, late = self._told()
         for unit in reversed(self.units):
-            if unit.names & (late if unit.sent else reached):
+            if unit.names & late:
                 unit.reduce()
         for unit in self.units:
             unit.finish(reached)
@@ -244,9 +247,9 @@ class Fsdp2(Alone):
             compat.run_accumulation_hooks(member.shard)
 
     def _told(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The parameters that the loss reaches on any dp rank, and those whose unit had been sent before."""
+        """The parameters that the loss reaches on any dp rank, and those whose gradients are not on their way."""
         here = [m.name in self._of_name[m.name].sent or m.has_gradient for m in self._members()]
-        late = [bool(self._of_name[m.name].sent) and m.has_gradient for m in self._members()]
+        late = [m.has_gradient for m in self._members()]
         if self.stage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._check_as_before(here)
         else:

@@ -171,6 +171,11 @@ class Unit:
         return self._whole
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether gradients of this step are on their way, or there."""
+        return bool(self._reductions)
+
+    @property
     def is_coming(self) -> bool:
         """Whether a gather is under way."""
         return self._work is not None

@@ -155,6 +155,26 @@ def unreached(units: int, reshard: bool) -> list[Any]:
     return found
 
 
+def unlike(units: int) -> list[dict[str, Tensor]]:
+    """Losses that reach one answer on each rank, both, and the other one on each rank: gradients after each step."""
+    program = parallelize(
+        fill(Aux()), example_inputs=det(4, 4), verify="off", dp="fsdp2", fsdp_units=units, fsdp_reshard=False
+    )
+    running, found = program.launch(), []
+    at = running.ranks.at.dp
+    for i, losses in enumerate(UNLIKE):
+        running.zero_grad()
+        x, y = det(8, 4, k=0.3 + 0.1 * i), torch.arange(8) % 3
+        running.train_step(x[4 * at : 4 * at + 4], y[4 * at : 4 * at + 4], losses[at])
+        found.append(running.gradients())
+    running.close()
+    return found
+
+
+UNLIKE = ((first_answer, second_answer), (both_answers, both_answers), (second_answer, first_answer))
+"""The losses of both ranks in each step."""
+
+
 def few_samples(reshard: bool) -> list[Any]:
     """Batches of (2, 2), (2, 1) and (1, 1) samples on two ranks with two microbatches: losses or what is raised."""
     program = parallelize(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from snnpart.api import parallelize
 from snnpart.errors import ConfigError, PlanError
 from tests.distributed.cases import Aux, det, fill, reset
-from tests.distributed.jobs_fsdp2 import Hooked
+from tests.distributed.jobs_fsdp2 import UNLIKE, Hooked
 from tests.distributed.jobs_launch import both_answers, first_answer, second_answer
 from tests.distributed.pool import Pool
 from tests.distributed.reference import OneProcess, assert_same
@@ -141,6 +141,21 @@ def test_losses_that_reach_other_parameters(pool: Pool, units: int, reshard: boo
         one.train_step([(x[:4], y[:4]), (x[4:], y[4:])], loss)
         for gradients in found:
             assert_same(gradients[i], one.gradients())
+
+
+@pytest.mark.parametrize("units", [1, 3])
+def test_losses_that_reach_other_parameters_on_each_rank(pool: Pool, units: int) -> None:
+    """What one rank's loss reaches has a gradient on all: the mean, to which the others add nothing."""
+    found = pool.run(JOBS + "unlike", ranks=2, units=units)
+    for i, losses in enumerate(UNLIKE):
+        model, x, y = fill(Aux()), det(8, 4, k=0.3 + 0.1 * i), torch.arange(8) % 3
+        for rank, loss in enumerate(losses):
+            part = slice(4 * rank, 4 * rank + 4)
+            reset(model)
+            (loss(model(x[part]), y[part]) / 2).backward()
+        wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for gradients in found:
+            assert_same(gradients[i], wanted)
 
 
 def test_hooks_after_accumulation_run_once_a_step(pool: Pool) -> None:
