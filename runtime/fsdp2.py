@@ -14,9 +14,9 @@ compute. Collectives run on a stream of their own, which waits for and is waited
 of it. Without `reshard` each unit is gathered once a step, however many microbatches there are.
 
 Every rank reduces the same units in the same order, with zeros for a parameter that got no gradient; with `reshard` a
-backward must come to the same units on all ranks. Which parameters the loss reaches the ranks tell each other on the CPU
-when all units are under way that were reached in the step before, as a loss may be another one than there; what got its
-gradient after that is sent on its own. A captured step cannot ask, and has those of the steps that ran before it.
+backward must come to the same units on all ranks. Which parameters the loss reaches the ranks tell each other on the
+CPU when all units are under way that were reached in the step before, as a loss may be another one than there; what got
+its gradient after that is sent on its own. A captured step cannot ask, and has those of the steps that ran before it.
 
 Some stay whole on every rank, their gradients averaged: scalars, which FSDP2 cannot cut, and what never gets a
 gradient.
