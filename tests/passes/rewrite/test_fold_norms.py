@@ -1,4 +1,4 @@
-"""fold-norms: which norms become part of the layer before them in eval, which stay and why, and that nothing changes."""
+"""fold-norms: which norms become part of the layer before them in eval, which stay and why; nothing changes."""
 
 from __future__ import annotations
 
@@ -217,7 +217,10 @@ class OtherDim(TwoReaders):
         (TwoReaders, "node %conv2d (module 'conv', test_fold_norms.py:1), which it reads, has other readers"),
         (Untracked, "it uses the batch's own statistics in eval"),
         (Pooled, "node %max_pool2d (test_fold_norms.py:1) before it is no convolution and no linear layer"),
-        (OtherDim, "the channels of node %linear (module 'conv', test_fold_norms.py:1) are not those that it normalises"),
+        (
+            OtherDim,
+            "the channels of node %linear (module 'conv', test_fold_norms.py:1) are not those that it normalises",
+        ),
     ],
 )
 def test_a_norm_that_stays_is_named_with_the_reason(make: Callable[[], nn.Module], reason: str) -> None:
@@ -272,7 +275,8 @@ def test_a_saved_program_keeps_the_graph_of_its_evaluations(tmp_path: Path) -> N
     program = compiled(seeded(spiking), batch())
     artifact.save(program, tmp_path / "saved")
     read = artifact.load(tmp_path / "saved")
-    assert fingerprint(read) == fingerprint(program) != fingerprint(compiled(seeded(spiking), batch(), numerics="exact"))
+    exact = compiled(seeded(spiking), batch(), numerics="exact")
+    assert fingerprint(read) == fingerprint(program) != fingerprint(exact)
     assert read.plan.numerics == "fold"
     assert torch.equal(evaluated(read, batch()), evaluated(program, batch()))
 
