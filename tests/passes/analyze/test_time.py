@@ -132,13 +132,14 @@ def test_multi_step_networks_know_time_everywhere(name: str) -> None:
     module, inputs = ZOO[name].build()
     graph = analysed(trace(module, inputs, **ZOO[name].dims))
     means = {node for node in calls(graph, torch.mean) if node.args[1] in (0, (0,))}
-    readout = set(means)
+    steps = {node for node in calls(graph, operator.getitem) if _takes_a_step(node)}  # dropout draws one mask for all
+    timeless = means | steps
     for node in graph.graph.nodes:
         value, role = facts.get(node, Value), facts.get(node, TimeRole)
         if value is None or role is None or not any(value.slopes):
             continue
-        if readout & set(node.all_input_nodes) or node in means:
-            readout.add(node)
+        if node in timeless or (node.all_input_nodes and set(node.all_input_nodes) <= timeless | _fixed(graph)):
+            timeless.add(node)
             assert role.dim is None, node.name
         elif role.varies:
             assert role.dim is not None, node.name
@@ -173,3 +174,14 @@ def test_state_numbers_the_calls_of_each_layer() -> None:
     graph = analysed(trace(module, (torch.rand(6, 4),), time_steps=3))
     states = [facts.need(node, State) for node in graph.graph.nodes if node.op == "call_module"]
     assert states == [State(path, call, 3) for call in range(3) for path in ("1", "3")]
+
+
+def _takes_a_step(node: Any) -> bool:
+    """Whether the node is `x[0]` of a tensor [T, ...]."""
+    value = facts.get(node.args[0], Value)
+    return node.args[1] == 0 and value is not None and len(value.shape) > len(facts.need(node, Value).shape)
+
+
+def _fixed(graph: SpikeGraph) -> set[Any]:
+    """Parameters and buffers."""
+    return {node for node in graph.graph.nodes if node.op == "get_attr"}
