@@ -68,7 +68,7 @@ class Model:
 
     def build(self, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The network in training mode, every neuron layer firing, its state reset, and example inputs."""
-        key = (self.factory, seed)
+        key = (self, seed)  # the same network made to fire by other inputs, or over more steps, is another one
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = self.factory().to(self.dtype).train()
