@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.turn import Turns
+from tools.bench.turn import TURN, Turns
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -62,3 +62,36 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, command) -> None:  # type:
     assert turns.run(command("a"), 20)[0] == "done a\n"
     turns.close()
     assert not (tmp_path / "stuck-turn").exists()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_of_a_launcher_are_ended_with_it(tmp_path: Path) -> None:
+    """torchrun starts its ranks in sessions of their own."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(120)\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    turns = Turns([], os.environ, ROOT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        turns.run([*launcher, str(script), str(tmp_path)], 12)
+    ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_who_waits_ends_when_the_runner_is_gone(tmp_path: Path, command) -> None:  # type: ignore[no-untyped-def]
+    place = tmp_path / "place"
+    place.mkdir()
+    waiting = subprocess.Popen(command("a"), env={**os.environ, TURN: str(place / "turn")}, stderr=subprocess.PIPE)
+    while not (tmp_path / "a-started").exists():
+        time.sleep(0.05)
+    place.rmdir()
+    assert b"has ended" in waiting.communicate(timeout=20)[1] and waiting.returncode == 1

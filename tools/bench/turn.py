@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TURN = "BENCH_TURN"
+GRACE = 40.0
+"""Seconds in which a launcher ends its ranks; torchrun gives them 30."""
 
 
 def wait_for_turn() -> None:
-    """Return when the runner says so. Every rank of a measurement waits for itself."""
+    """Return when the runner says so; end when the runner is gone. Every rank of a measurement waits for itself."""
     turn = os.environ.get(TURN)
     while turn and not Path(turn).exists():
+        if not Path(turn).parent.exists():
+            raise SystemExit("the benchmark that this measurement belongs to has ended")
         time.sleep(0.01)
 
 
@@ -55,10 +59,17 @@ class Waiting:
             self.end()
 
     def end(self) -> None:
-        """End the process and those it started; nothing is left behind."""
+        """End the process and those it started; nothing is left behind.
+
+        torchrun starts its ranks in sessions of their own, which no signal to its group reaches: it must end them.
+        """
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
         self.folder.cleanup()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def command_of(script: str, gpus: int, options: Sequence[str]) -> list[str]:
 
 
 def turns(commands: Sequence[Sequence[str]]) -> Turns:
+    """Their processes, to be closed; a runner that is told to end (`timeout` does) leaves by its `finally` too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
     return Turns(commands, environment, ROOT)
