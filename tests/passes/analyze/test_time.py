@@ -133,12 +133,12 @@ def test_multi_step_networks_know_time_everywhere(name: str) -> None:
     graph = analysed(trace(module, inputs, **ZOO[name].dims))
     means = {node for node in calls(graph, torch.mean) if node.args[1] in (0, (0,))}
     steps = {node for node in calls(graph, operator.getitem) if _takes_a_step(node)}  # dropout draws one mask for all
-    timeless = means | steps
+    timeless, fixed = means | steps, {node for node in graph.graph.nodes if node.op == "get_attr"}
     for node in graph.graph.nodes:
         value, role = facts.get(node, Value), facts.get(node, TimeRole)
         if value is None or role is None or not any(value.slopes):
             continue
-        if node in timeless or (node.all_input_nodes and set(node.all_input_nodes) <= timeless | _fixed(graph)):
+        if node in timeless or (node.all_input_nodes and set(node.all_input_nodes) <= timeless | fixed):
             timeless.add(node)
             assert role.dim is None, node.name
         elif role.varies:
@@ -180,8 +180,3 @@ def _takes_a_step(node: Any) -> bool:
     """Whether the node is `x[0]` of a tensor [T, ...]."""
     value = facts.get(node.args[0], Value)
     return node.args[1] == 0 and value is not None and len(value.shape) > len(facts.need(node, Value).shape)
-
-
-def _fixed(graph: SpikeGraph) -> set[Any]:
-    """Parameters and buffers."""
-    return {node for node in graph.graph.nodes if node.op == "get_attr"}
