@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from snnpart import parallelize  # noqa: E402
 from snnpart.frameworks import reset_state  # noqa: E402
+from tools.bench.side import rate, tell  # noqa: E402
 from tools.bench.turn import wait_for_turn  # noqa: E402
 
 T_LOOP, CLASSES = 25, 10
@@ -190,19 +189,9 @@ def main() -> None:
     step = our_step(network, module, x, y) if asked.ours else own_step(module, x, y)
     for _ in range(asked.warm):
         step()
-    rounds = [timed(step, asked) for _ in range(asked.rounds)]
-    result = {"images_per_second": statistics.median(rounds), "rounds": rounds}
-    print("RESULT " + json.dumps({**result, "peak_memory_bytes": torch.cuda.max_memory_reserved()}), flush=True)
-
-
-def timed(step: Callable[[], Tensor], asked: argparse.Namespace) -> float:
-    """Images/s over the measured steps."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(asked.steps):
-        step()
-    torch.cuda.synchronize()
-    return float(asked.batch * asked.steps / (time.perf_counter() - began))
+    rounds = [rate(lambda _: step(), asked.batch, asked.steps) for _ in range(asked.rounds)]
+    memory = torch.cuda.max_memory_reserved()
+    tell({"images_per_second": statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory})
 
 
 if __name__ == "__main__":

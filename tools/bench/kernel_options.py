@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from snnpart import parallelize  # noqa: E402
 from tools.bench import rows as results  # noqa: E402
 from tools.bench.rows import Row, read, replaced, write  # noqa: E402
+from tools.bench.side import rate  # noqa: E402
 from tools.bench.vision_models import CLASSES, network  # noqa: E402
 
 MODEL = "SEW-ResNet34"
@@ -57,9 +57,9 @@ def measured(asked: argparse.Namespace, given: dict[str, Any], trains: bool) -> 
     )
     with running:
         step = (lambda: running.train_step(x, y, F.cross_entropy)) if trains else (lambda: running.eval_step(x))
-        rate = _rate(step, running, asked)
+        images = _rate(step, running, asked)
         memory = torch.cuda.max_memory_reserved() / 2**30 if gpu else 0.0
-    return rate, memory
+    return images, memory
 
 
 def _forget(gpu: bool) -> None:
@@ -72,13 +72,9 @@ def _rate(step: Callable[[], Any], running: Any, asked: argparse.Namespace) -> f
     for _ in range(asked.warm):
         step()
     running.settle()
-    began = time.perf_counter()
-    for _ in range(asked.steps):
-        step()
+    found = rate(lambda _: step(), asked.batch, asked.steps)
     running.settle()
-    if asked.device == "cuda":
-        torch.cuda.synchronize()
-    return float(asked.batch * asked.steps / (time.perf_counter() - began))
+    return found
 
 
 def compared(name: str, asked: argparse.Namespace) -> list[Row]:

@@ -6,21 +6,19 @@ Tokens are random and another batch is copied in every step. A token counts once
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from snnpart import parallelize  # noqa: E402
+from tools.bench.side import finish  # noqa: E402
 from tools.bench.spikelm_model import SMALL, Sizes, SpikeLM  # noqa: E402
 from tools.bench.turn import wait_for_turn  # noqa: E402
 from tools.bench.vision_ours import measured  # noqa: E402
@@ -88,13 +86,5 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     return {**found, "tokens_per_second": found["sequences_per_second"] * sizes.tokens, "compile_s": compiled}
 
 
-def main() -> None:
-    result = measure(options())
-    if int(os.environ.get("RANK", "0")) == 0:
-        print("RESULT " + json.dumps(result), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    finish(measure(options()))

@@ -8,7 +8,6 @@ Python 3.12, and, for context parallelism, Transformer Engine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.bench.side import tell  # noqa: E402
 from tools.bench.spikelm_model import Sizes  # noqa: E402
 from tools.bench.turn import wait_for_turn  # noqa: E402
 
@@ -111,10 +111,9 @@ def main() -> None:
     config = training(asked, Sizes())
     wait_for_turn()
     found = llm.train(config)
-    if int(os.environ["RANK"]) == 0:
-        result = {"tokens_per_second": found["semantic_tokens_per_second"]}
-        result["peak_memory_bytes"] = found["peak_reserved_memory_bytes"]
-        print("RESULT " + json.dumps(result), flush=True)
+    if int(os.environ["RANK"]) == 0:  # the others need not have the figures
+        memory = found["peak_reserved_memory_bytes"]
+        tell({"tokens_per_second": found["semantic_tokens_per_second"], "peak_memory_bytes": memory})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from the launch on: warm-up, capture and graph pools are in it.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from snnpart import parallelize  # noqa: E402
 from snnpart.vision.metrics import peak_bytes  # noqa: E402
+from tools.bench.side import finish, rate  # noqa: E402
 from tools.bench.turn import wait_for_turn  # noqa: E402
 from tools.bench.vision_images import images_of, repeated  # noqa: E402
 from tools.bench.vision_models import CLASSES, NAMES, network  # noqa: E402
@@ -113,19 +111,19 @@ def batches_of(asked: argparse.Namespace, copy: int) -> list[tuple[Tensor, Tenso
     return [(x.pin_memory(), y.pin_memory()) for x, y in made] if asked.device == "cuda" else made
 
 
-def measured(running: Any, step: Callable[[int], Any], asked: argparse.Namespace, rate: str) -> dict[str, Any]:
-    """What steps give under the name `rate` in samples/s of all ranks, and their memory; then the program is closed."""
+def measured(running: Any, step: Callable[[int], Any], asked: argparse.Namespace, name: str) -> dict[str, Any]:
+    """What steps give under `name` in samples/s of all ranks, and their memory; then the program is closed."""
     began = time.perf_counter()
     step(0).item()
     first = time.perf_counter() - began
     for number in range(1, asked.warm):
         step(number)
     running.settle()
-    rounds = [timed(step, asked) * running.ranks.mesh.dp for _ in range(asked.rounds)]
+    rounds = [rate(step, asked.batch, asked.steps) * running.ranks.mesh.dp for _ in range(asked.rounds)]
     memory = reserved(running.ranks)
     if asked.profile:
         profiled(lambda: step(0), running.ranks.rank)
-    result = {rate: statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory}
+    result = {name: statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory}
     result |= {"loss": step(0).item(), "first_step_s": first, "notices": list(running.notices)}
     running.close()
     return result
@@ -136,21 +134,6 @@ def reserved(ranks: Any) -> int:
     if ranks.device.type != "cuda":
         return peak_bytes(ranks)
     return int(max(ranks.gather(torch.cuda.max_memory_reserved())))
-
-
-def settled(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(step: Callable[[int], Any], asked: argparse.Namespace) -> float:
-    """Samples/s of one data-parallel rank over the measured steps."""
-    settled(asked.device)
-    began = time.perf_counter()
-    for number in range(asked.steps):
-        step(number)
-    settled(asked.device)
-    return float(asked.batch * asked.steps / (time.perf_counter() - began))
 
 
 def profiled(step: Any, rank: int) -> None:
@@ -164,13 +147,5 @@ def profiled(step: Any, rank: int) -> None:
         print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
 
 
-def main() -> None:
-    result = measure(options())
-    if int(os.environ.get("RANK", "0")) == 0:
-        print("RESULT " + json.dumps(result), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    finish(measure(options()))

@@ -7,7 +7,6 @@ reservation over all ranks, as for ours.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.bench.side import tell  # noqa: E402
 from tools.bench.turn import wait_for_turn  # noqa: E402
 from tools.bench.vision_images import images_of  # noqa: E402
 from tools.bench.vision_models import NAMES, config  # noqa: E402
@@ -138,9 +138,7 @@ def main() -> None:
     import spikingjelly.activation_based.distributed.vision  # noqa: F401  before its turn
 
     wait_for_turn()
-    result = evaluate(asked) if asked.evaluate else train(asked)
-    if int(os.environ["RANK"]) == 0:
-        print("RESULT " + json.dumps(result), flush=True)
+    tell(evaluate(asked) if asked.evaluate else train(asked))
 
 
 if __name__ == "__main__":
