@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from snnpart import artifact, costs, ops, parallelize, text
 from snnpart.api import ParallelProgram
 from snnpart.errors import ConfigError
-from snnpart.ops_time import Loop
+from snnpart.ops_fused import NORMS
+from snnpart.ops_time import Loop, all_nodes
 from snnpart.runtime.launch import launch
 from tests.passes.rewrite.fold_time import nets
 from tests.passes.rewrite.fold_time.parity import active, images
@@ -146,6 +147,18 @@ def test_rounds_of_more_ranks_than_channels(name: str) -> None:
     program, _ = compiled(name, 4, tp=5)
     vacant = [graph for graph in map(body_of, range(5), [program] * 5) if "vacant" in str(graph)]
     assert rounds(program) == [(4, True)] * 5 and 0 < len(vacant) < 5
+
+
+def test_evaluations_of_more_ranks_than_channels() -> None:
+    """Norms are folded on the ranks that have channels of theirs; the others meet them all the same."""
+    program, _ = compiled("residual", 4, tp=5, numerics="fold")
+    stages = program.compiled.stages
+    graphs = [stage.evaluation for stage in stages.values()]
+    norms = [-1 if graph is None else sum(node.target in NORMS for node in all_nodes(graph)) for graph in graphs]
+    assert norms == [0, 0, 0, 0, 2]
+    sent = {str([node.target for node in all_nodes(graph) if node.target in ops.COLLECTIVES]) for graph in graphs}
+    assert len(sent) == 1 and sent != {"[]"}
+    assert not any("not folded" in notice for notice in program.compiled.notices)
 
 
 def body_of(rank: int, program: ParallelProgram) -> fx.Graph:

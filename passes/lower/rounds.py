@@ -13,14 +13,18 @@ from snnpart.program import StageProgram
 
 
 def take_rounds(programs: Mapping[tuple[int, int], StageProgram], plan: Plan) -> dict[tuple[int, int], StageProgram]:
-    """The programs by (stage, tp rank). A stage that not all of its ranks can run in rounds takes all steps at once."""
+    """The programs by (stage, tp rank). A stage that not all of its ranks can run in rounds takes all steps at once.
+
+    Where a rank has a graph of evaluations, all do: one without channels has folded nothing, and must meet the others.
+    """
     made = dict(programs)
     for stage in range(plan.stage_count if plan.fold else 0):
         own = [programs[stage, rank] for rank in range(plan.tp)]
         graphs = _of_ranks([program.graph for program in own], plan.fold)
-        evaluations = _of_ranks([graph for one in own if (graph := one.evaluation) is not None], plan.fold)
+        apart = any(program.evaluation is not None for program in own)
+        evaluations = _of_ranks([program.evaluation or program.graph for program in own], plan.fold)
         for rank, program in enumerate(own):
-            evaluation = evaluations[rank] if evaluations else None
+            evaluation = evaluations[rank] if apart else None
             made[stage, rank] = replace(program, graph=graphs[rank], evaluation=evaluation)
     return made
 

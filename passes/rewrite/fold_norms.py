@@ -8,7 +8,7 @@ norm takes for its channels. Channels that are dealt out over tp are those of we
 A norm stays, and says why, where others read what it reads, where the batch's own statistics are used in eval, or where
 what comes before it is no such layer. One inside a fused neuron is that kernel's: it costs no pass over memory there,
 while a convolution's bias is a pass of its own on a GPU. So is one behind a sum over tp ranks, to which a bias must be
-added once and not by each rank.
+added once and not by each rank. One that has no channels on this rank is passed over.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from snnpart import facts, ops, ops_fold, ops_time
+from snnpart import facts, ops, ops_fold
 from snnpart.facts import Origin, Value
-from snnpart.ops_fused import FusedNeuron, parts
+from snnpart.ops_fused import NORMS, FusedNeuron, parts
 from snnpart.ops_time import Nested
 from snnpart.passes.analyze.kinds import argument, kind_of, name_of
 
 NAME = "fold-norms"
-NORMS = (ops.batch_norm, ops.batch_norm_copies, ops_time.batch_norm_steps, ops_time.batch_norm_repeated)
 _SUMS = (ops.all_reduce, ops.reduce_scatter)
 
 
@@ -54,7 +53,7 @@ def fold_norms(graph: fx.Graph) -> Folded:
     gone: list[str] = []
     stays = list(_inside_others(graph))
     made: dict[Any, fx.Node] = {}
-    for norm in [node for node in graph.nodes if node.target in NORMS]:
+    for norm in [node for node in graph.nodes if node.target in NORMS and facts.need(node, Value).numel]:
         where, found = facts.place(norm), _layer_before(norm)
         if isinstance(found, str):
             stays.append(f"{where} is not folded in eval: {found}")

@@ -18,7 +18,7 @@ from snnpart import artifact, ops, ops_fold, simulate
 from snnpart.compilation import Options, compile_program
 from snnpart.errors import ConfigError
 from snnpart.fingerprint import fingerprint
-from snnpart.passes.rewrite.fold_norms import NORMS
+from snnpart.ops_fused import NORMS
 from snnpart.program import CompiledProgram
 from tests.nets import Spike
 
