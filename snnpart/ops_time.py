@@ -29,6 +29,7 @@ from torch import Tensor, fx
 
 from snnpart import ops
 from snnpart.errors import LaunchError
+from snnpart.shared_statistics import track
 
 AT_ONCE_BYTES = 4 * 2**20
 """Of a step's input: on a GPU one norm over all steps saves their launches and costs copies, which weigh more from
@@ -198,9 +199,8 @@ def batch_norm_at_once(
         if num_batches_tracked is not None:
             num_batches_tracked.add_(steps)
         for kept, found in ((running_mean, means), (running_var, variances)):
-            if kept is not None and found is not None:
-                left = (1.0 - momentum) ** torch.arange(steps - 1, -1, -1, device=x.device, dtype=kept.dtype)
-                kept.mul_((1.0 - momentum) ** steps).add_(left @ found.unflatten(0, (steps, channels)), alpha=momentum)
+            if found is not None:
+                track(kept, found.unflatten(0, (steps, channels)), momentum)
     return y.unflatten(1, (steps, channels)).transpose(0, 1).flatten(0, 1)
 
 

@@ -225,3 +225,14 @@ def test_one_norm_over_all_steps_is_the_norms_of_the_steps(steps: int, tracked: 
         made.append((y, grad, *weights, *(value for value in state if value is not None)))
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-10) for a, b in zip(*made, strict=True))
     assert len(made[0]) == (7 if tracked else 4)
+
+
+def test_autocast_does_not_round_the_running_statistics() -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(4 * 8, 3, 2, 2), []
+    for enabled in (False, True):
+        mean, var = torch.zeros(3), torch.ones(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            batch_norm_at_once(x, None, None, mean, var, None, True, 0.1, 1e-5, 4)
+        found.append((mean, var))
+    assert all(torch.equal(a, b) and bool((a != start).all()) for a, b, start in zip(*found, (0.0, 1.0), strict=True))
