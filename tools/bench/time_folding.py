@@ -4,9 +4,9 @@
     python tools/bench/time_folding.py --device cuda      the same on one GPU, and kernels launched in a step
     python tools/bench/time_folding.py --quick            tiny networks, once; writes nothing unless --output says where
 
-The two take turns in one run; a time is the median of the repeats after one that warms up. The last point is a
-multi-step network given one image, with hoist-invariant against without. Both sides must come to the same loss, which
-is checked before anything is timed. Rows of another machine stay in the table.
+The two take turns in one run; a time is the median of the repeats after one that warms up. The points named hoisting
+are a multi-step network given one image, with hoist-invariant against without. Both sides must come to the same loss,
+which is checked before anything is timed. Rows of another machine stay in the table.
 
 On a GPU hoisting is also measured as networks are trained there: fused neurons, channels last, bfloat16, a captured
 step. Under bfloat16 sums in another order flip spikes, so there the losses are compared in float32.
