@@ -148,12 +148,8 @@ def compile_program(
         profile=profile,
         **sharding(options.shard),
     )
-    statistics = plan.batchnorm if plan is not None and options.batchnorm == "microbatch" else options.batchnorm
     folded = _fold(graph, options, decided, plan, profile)
-    decided = replace(decided, **_kernels(graph, options, plan), fold=folded)
-    numerics = plan.numerics if plan is not None and options.numerics == "exact" else options.numerics
-    saved = plan.saved if plan is not None and options.saved == "plain" else options.saved
-    decided = replace(decided, batchnorm=statistics, numerics=numerics, saved=saved)
+    decided = replace(decided, **_kernels(graph, options, plan), **_numbers(options, plan), fold=folded)
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
@@ -212,6 +208,15 @@ def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str
         "neuron_dtype": options.neuron_dtype,
         "channels_last": gpu if options.channels_last is None else options.channels_last,
     }
+
+
+def _numbers(options: Options, plan: Plan | None) -> dict[str, Any]:
+    """What the plan says of statistics, evaluations and saved spikes: as the given plan has it where nothing else than
+    the default is asked for."""
+    default = Options()
+    asked = {name: getattr(options, name) for name in ("batchnorm", "numerics", "saved")}
+    kept = {name: getattr(plan, name) for name in asked} if plan is not None else {}
+    return {name: kept.get(name, own) if own == getattr(default, name) else own for name, own in asked.items()}
 
 
 def _fold(graph: SpikeGraph, options: Options, decided: Plan, plan: Plan | None, profile: MachineProfile) -> int:

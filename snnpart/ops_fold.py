@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_HALVES = (torch.float16, torch.bfloat16)
+from snnpart.ops_norm import wide
 
 
 def scaled_weight(weight: Tensor, gamma: Tensor | None, var: Tensor, eps: float, dim: int, groups: int) -> Tensor:
@@ -48,7 +48,7 @@ def _scale(gamma: Tensor | None, var: Tensor, eps: float) -> Tensor:
 
 
 def _wide(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in _HALVES else value
+    return value.to(wide(value.dtype))
 
 
 FOLD_OPS: tuple[Callable[..., Tensor], ...] = (scaled_weight, shifted_bias)

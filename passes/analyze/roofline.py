@@ -24,6 +24,7 @@ from torch import fx
 from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Value, Values
+from snnpart.graph import copied
 from snnpart.ops_fused import FusedNeuron, parts
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
@@ -80,10 +81,7 @@ def roofline(
 
 def _as_it_runs(program: StageProgram, change: int, low: torch.dtype | None) -> fx.Graph:
     """A copy of the stage's graph whose values have the batch's sizes and autocast's dtypes."""
-    made = fx.Graph()
-    result = made.graph_copy(program.graph, {})
-    if result is not None:
-        made.output(result)
+    made = copied(program.graph)
     received = {port.name for port in program.receives}
     for node in made.nodes:
         value, several = facts.get(node, Value), facts.get(node, Values)

@@ -115,16 +115,10 @@ class Places:
         local, places = local_tensors(self.graph), self._places_of_tensors()
         found = np.zeros(self.count)
         for name in self.graph.tensors:
-            size = held_bytes(self.graph.tensors[name]) * self.share_of_tensor(name, local)
+            size = held_bytes(self.graph.tensors[name]) * _share_of_tensor(local.get(name))
             for place in places.get(name, {0}):
                 found[place] += size
         return found
-
-    def share_of_tensor(self, name: str, local: Mapping[str, LocalTensor] | None = None) -> float:
-        """The part of a tensor that the largest tp rank holds."""
-        known = local_tensors(self.graph) if local is None else local
-        spread = known[name].spread if name in known else None
-        return _part(spread) if isinstance(spread, Sharded) else 1.0
 
     def _places_of_tensors(self) -> Mapping[str, set[int]]:
         """Where each tensor is read, each copy by itself; one that nothing reads at the first place of its module."""
@@ -142,6 +136,12 @@ class Places:
         placement = facts.get(node, Placement)
         spread = placement.output if placement is not None else None
         return _part(spread) if isinstance(spread, Sharded) else 1.0
+
+
+def _share_of_tensor(local: LocalTensor | None) -> float:
+    """The part of a tensor that the largest tp rank holds."""
+    spread = local.spread if local else None
+    return _part(spread) if isinstance(spread, Sharded) else 1.0
 
 
 def _nearest(name: str, known: Mapping[str, set[int]]) -> int:

@@ -46,11 +46,11 @@ def _with_units(program: StageProgram, plan: Plan) -> StageProgram:
 
 def mark_units(graph: fx.Graph, slices: Iterable[TensorSlice]) -> None:
     """Write `Gathers` on the nodes that are the first or the last to read from a unit of the slices."""
-    parts = [part for part in slices if part.unit is not None]
-    inside = {name: part.unit for part in parts for name in (part.name, *part.aliases)}
+    units_of = ((part.unit, (part.name, *part.aliases)) for part in slices if part.unit is not None)
+    inside = {name: unit for unit, names in units_of for name in names}
     first: dict[int, fx.Node] = {}
     last: dict[int, fx.Node] = {}
-    for node, units in readers(graph, {name: unit for name, unit in inside.items() if unit is not None}):
+    for node, units in readers(graph, inside):
         for unit in units:
             first.setdefault(unit, node)
             last[unit] = node

@@ -20,15 +20,12 @@ from snnpart.passes.analyze.kinds import VIEWS, kind_of, name_of
 _HANDED_ON = VIEWS | {"contiguous", "grad_all_reduce", "all_gather", "shard"}
 
 
-def pack_saved(graph: fx.Graph) -> int:
-    """Have the operations of a training graph keep bits, in place; how many do."""
-    found = 0
+def pack_saved(graph: fx.Graph) -> None:
+    """Have the operations of a training graph keep bits, in place."""
     for node in graph.nodes:
         states = _states(node)
         if states is not None:
             node.target = PackedInput(node.target, states)
-            found += 1
-    return found
 
 
 def _states(node: fx.Node) -> States | None:

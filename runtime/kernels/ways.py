@@ -22,11 +22,11 @@ from snnpart.fingerprint import short_hash
 from snnpart.frameworks import adapter_for
 from snnpart.graph import Body, output_node
 from snnpart.ops_fused import FusedNeuron, parts, scan_input
+from snnpart.ops_norm import wide
 from snnpart.ops_time import Loop, Nested, leaf_paths
 from snnpart.runtime.compiled import compiled
 from snnpart.runtime.kernels.choices import Choices
 
-_HALVES = (torch.float16, torch.bfloat16)
 Function = Callable[..., Tensor]
 
 
@@ -80,7 +80,7 @@ class Region:
         dtype = given[0].dtype if len(given) == 1 else torch.promote_types(given[0].dtype, given[1].dtype)
         widened = list(args)
         for place, value in zip(self.places, given, strict=True):
-            widened[place] = value.float() if value.dtype in _HALVES else value
+            widened[place] = value.to(wide(value.dtype))
         return run(*widened).to(dtype)
 
     def reset(self) -> None:
