@@ -97,7 +97,7 @@ class Carry:
         value, batch = self._forms[slot]
         return torch.zeros(value.shape_at(size - batch), dtype=value.dtype, device=self._stage.device)
 
-    def keep(self, number: int, size: int, bound: BoundStage, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def keep(self, number: int, bound: BoundStage, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the hand-written state from a stage's results; the others."""
         source, keeps = bound.source, bound.program.keeps
         if not source.kept:

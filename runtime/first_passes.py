@@ -36,5 +36,6 @@ class FirstPasses:
         program = next(iter(parts[0].bound.values())).program
         kind = id(program), training, torch.is_grad_enabled(), tuple(part.size for part in parts)
         _, before = self._runs.get(kind, (None, 0))
-        self._runs[kind] = ref(program, lambda _: self._runs.pop(kind, None)), before + 1
+        if before < FIRST:
+            self._runs[kind] = ref(program, lambda _: self._runs.pop(kind, None)), before + 1
         return before < FIRST

@@ -253,7 +253,8 @@ class Fsdp2(Alone):
         if self.stage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._check_as_before(here)
         else:
-            here, late = self._anywhere(here), self._anywhere(late)
+            both = self._anywhere([*here, *late])
+            here, late = both[: len(here)], both[len(here) :]
         names = [member.name for member in self._members()]
         return frozenset(n for n, yes in zip(names, here) if yes), frozenset(n for n, yes in zip(names, late) if yes)
 

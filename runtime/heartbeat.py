@@ -33,7 +33,9 @@ WAITS = ("receiving", "sending", "agreeing", "reducing")
 GRACE = 1.5
 """A process is ended after this many timeouts in one operation."""
 MISSED = 4
-"""Beats that a rank may miss; a busy machine may hold a thread up for two seconds."""
+"""Beats that a rank may miss."""
+HELD_UP = 2.0
+"""Seconds for which a busy machine may hold a thread up."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Heartbeat:
         """Collective. `end` is called with the reason instead of ending the process."""
         self._ranks, self._timeout = ranks, timeout.total_seconds()
         self._interval = min(1.0, self._timeout / 10)
-        self._silence = max(2.0, MISSED * self._interval)
+        self._silence = max(HELD_UP, MISSED * self._interval)
         self._operation, self._since, self._count = "", time.monotonic(), 0
         self._seen = {rank: _Seen() for rank in range(ranks.mesh.size) if rank != ranks.rank}
         self._stop, self._end = threading.Event(), end or _end
@@ -122,8 +124,11 @@ class Heartbeat:
                 return  # the store went with rank 0
 
     def reason(self) -> str:
-        """Who is to blame for what this rank waited for in vain; empty when nobody can be named."""
-        patience = time.monotonic() + self._silence + 1
+        """Who is to blame for what this rank waited for in vain; empty when nobody can be named.
+
+        The last beat of a rank that is gone may be seen late: our thread looks once an interval, and may be held up.
+        """
+        patience = time.monotonic() + self._silence + self._interval + HELD_UP
         while self._store is not None:
             found = self._first_failure() or self._silent() or self._stuck(self._timeout / 2)
             if found or time.monotonic() > patience:

@@ -44,7 +44,7 @@ class Between(Protocol):
     """Carries the state of leaves from a microbatch's forward to its next one."""
 
     def begin(self, number: int, paths: Iterable[str]) -> None: ...
-    def keep(self, number: int, size: int, bound: BoundStage, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    def keep(self, number: int, bound: BoundStage, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take the outputs that stay here (`StageProgram.keeps`) from a stage's results; the others."""
 
     def end(self, number: int, size: int, paths: Iterable[str]) -> None: ...
@@ -248,7 +248,7 @@ class Stage:
                 result = self.run(run, *(inputs[i] for i in bound.reads), *received, *tail)
             if self.between is not None:
                 self.between.end(number, size, bound.program.leaves)
-                result = self.between.keep(number, size, bound, result)
+                result = self.between.keep(number, bound, result)
             return result
         finally:
             self._reset(bound.program.leaves)

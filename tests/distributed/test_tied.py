@@ -19,8 +19,7 @@ from tests.distributed.jobs_tied import ROWS, Counting, TwoOutputs, early, late,
 from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import OneProcess, assert_same
 from tests.distributed.test_cases import check, name_of
-from tests.distributed.test_checkpoint import MIXED, MIXED_FSDP, ONE, PP, save
-from tests.distributed.test_checkpoint import one_process as six_steps
+from tests.distributed.test_checkpoint import MIXED, MIXED_FSDP, ONE, PP, check_goes_on
 
 JOBS = "tests.distributed.jobs_tied:"
 ENDS = {"tied ends": ("emb.weight",), "shared conv": ("conv.bias", "conv.weight", "scale")}
@@ -132,9 +131,6 @@ def test_a_loss_that_reaches_one_copy(pool: Pool, order: tuple[str, ...]) -> Non
         assert not any(grad.any() for grad in result["gradients"].values())
 
 
-CHECKPOINTS = "tests.distributed.jobs_checkpoint"
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded", "optimizer"),
     [
@@ -148,13 +144,7 @@ def test_a_checkpoint_holds_it_once(
     pool: Pool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], optimizer: str
 ) -> None:
     """Saving fails where two ranks write one number; both copies, their optimizer state too, go on from it."""
-    wanted, weights = six_steps("tied", optimizer)
-    first, second = save(pool, tmp_path, "tied", optimizer, **saved)
-    assert first + second == pytest.approx(wanted, rel=1e-9)
-    job = f"{CHECKPOINTS}:load_and_go_on"
-    for _, losses, held in pool.run(job, directory=str(tmp_path), net="tied", optimizer=optimizer, **loaded):
-        assert losses == pytest.approx(wanted[3:], rel=1e-9)
-        assert_same(held, weights)
+    weights = check_goes_on(pool, tmp_path, "tied", optimizer, saved, loaded)
     assert_same(read_model(tmp_path / "step-00000003"), {k: v for k, v in weights.items() if k != "head.weight"})
 
 
