@@ -1,7 +1,7 @@
 """Measures what joins the ranks of an axis: each collective as the runtime carries it out, at several sizes.
 
 The times contain what the cost model must know and a data sheet does not say: the copies around a gather, the packing
-of bits, and that gloo reduce-scatters by an all-reduce. A size runs a few times in turn on all ranks, behind a barrier;
+of bits, and how gloo reduce-scatters (`collectives`). A size runs a few times in turn on all ranks, behind a barrier;
 the slowest rank counts, and of the repeats the best.
 """
 

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from snnpart.errors import LaunchError, SnnpartError
 from snnpart.mesh import AXES, Coordinate, Mesh, mesh_for
-from snnpart.runtime.collectives import Axis
+from snnpart.runtime.collectives import Axis, over_nccl
 
 FORWARD, BACKWARD = "forward", "backward"
 _worlds = itertools.count()
@@ -59,8 +59,8 @@ class Ranks:
 
     @property
     def captures(self) -> bool:
-        """Whether a CUDA graph can hold what this rank sends."""
-        return self.world.group is None or "nccl" in str(dist.get_backend_config(self.world.group))
+        """Whether a CUDA graph can hold what this rank, on a GPU, sends."""
+        return self.world.group is None or over_nccl(self.world, self.device)
 
     def sum(self, numbers: Sequence[float], axis: Axis | None = None) -> list[float]:
         """The sums of the numbers over the ranks of the axis (default: all ranks), equal on each of them."""

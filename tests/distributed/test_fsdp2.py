@@ -113,7 +113,8 @@ def test_other_executions_are_eager_steps(pool: Pool, how: dict[str, Any], execu
 def test_inputs_that_are_kept_as_bits(pool: Pool, how: dict[str, Any]) -> None:
     """Convolutions that pack what they keep need their weights in backward too."""
     job = {"ranks": 2, "precision": "fp32", "saved": "packed"}
-    for want, got in zip(pool.run(JOBS + "autocast", dp="ddp", **job), pool.run(JOBS + "autocast", **job, **how)):
+    ddp, found = pool.run(JOBS + "autocast", dp="ddp", **job), pool.run(JOBS + "autocast", **job, **how)
+    for want, got in zip(ddp, found, strict=True):
         assert got["packed"] > 0
         assert got["losses"] == pytest.approx(want["losses"], abs=1e-6)
         assert_same(got["gradients"], want["gradients"], 1e-5)
