@@ -77,11 +77,6 @@ class Options:
     reset: Callable[[nn.Module], None] | None = None
     profile: MachineProfile | None = None
 
-    @property
-    def rounds(self) -> bool:
-        """Whether states are to be rounded from step to step."""
-        return self.neuron_dtype not in ("float32", "fp32")
-
     def __post_init__(self) -> None:
         Mesh(1, self.pp, self.tp)
         if self.verify not in VERIFY_LEVELS:
@@ -193,21 +188,26 @@ def analyses(profile: MachineProfile) -> tuple[Pass, ...]:
 def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str, Any]:
     """What the plan says of fused neurons and memory layout: as asked, else as the given plan has it, else both for a
     network on a GPU. Neurons whose state outlives a call stay layers, which hold it. Only fused ones round states."""
-    if plan is not None and options.fuse is None and options.channels_last is None:
-        return {"fuse": plan.fuse, "neuron_dtype": plan.neuron_dtype, "channels_last": plan.channels_last}
+    asked = _rounds(options) or options.fuse is not None or options.channels_last is not None
+    how: Options | Plan = options if plan is None or asked else plan
     gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
     stateless = options.state == "reset" and options.detach_every is None
-    fuse = stateless and ((gpu or options.rounds) if options.fuse is None else options.fuse)
-    if options.rounds and not fuse:
+    fuse = stateless and ((gpu or _rounds(how)) if how.fuse is None else how.fuse)
+    if _rounds(how) and not fuse:
         raise ConfigError(
-            f"neuron_dtype={options.neuron_dtype!r} rounds the states of fused neurons, and none is fused",
+            f"neuron_dtype={how.neuron_dtype!r} rounds the states of fused neurons, and none is fused",
             fix='leave it out, or fuse=False, state="carry" and detach_every=',
         )
     return {
         "fuse": fuse,
-        "neuron_dtype": options.neuron_dtype,
-        "channels_last": gpu if options.channels_last is None else options.channels_last,
+        "neuron_dtype": how.neuron_dtype,
+        "channels_last": gpu if how.channels_last is None else how.channels_last,
     }
+
+
+def _rounds(how: Options | Plan) -> bool:
+    """Whether states are to be rounded from step to step."""
+    return how.neuron_dtype not in ("float32", "fp32")
 
 
 def _numbers(options: Options, plan: Plan | None) -> dict[str, Any]:

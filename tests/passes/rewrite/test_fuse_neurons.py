@@ -18,15 +18,16 @@ from snnpart.compilation import Options, compile_program
 from snnpart.errors import ConfigError
 from snnpart.neuron_step import NeuronStep, StepError, scan_of_leaf, trace_step
 from snnpart.ops_fused import FusedNeuron, parts
+from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.step_code import check_code
 from tests.runtime.kernels.fused import Block, Steps, Written
 
 
-def compiled(model: nn.Module, *shape: int, **options: Any) -> CompiledProgram:
+def compiled(model: nn.Module, *shape: int, plan: Plan | None = None, **options: Any) -> CompiledProgram:
     given: dict[str, Any] = {"input_layout": "TNCHW", "verify": "off", "fuse": True, **options}
     x = torch.rand(shape or (4, 2, 5, 6, 6), generator=torch.Generator().manual_seed(0))
-    return compile_program(model, x, Options(**given))[0]
+    return compile_program(model, x, Options(**given), plan)[0]
 
 
 def fused_in(program: CompiledProgram) -> list[fx.Node]:
@@ -41,6 +42,16 @@ def lif(**given: Any) -> nn.Module:
 def test_rounded_states_are_refused_where_none_is_fused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="neuron_dtype='bf16' rounds the states of fused neurons, and none is fused"):
         compiled(Block(lif()), neuron_dtype="bf16", **options)
+
+
+def test_a_given_plan_s_kernels_are_kept_where_nothing_else_is_asked_for() -> None:
+    """Not where states outlive a call: the layers hold them."""
+    plan = compiled(Block(lif()), channels_last=True).plan
+    kept = compiled(Block(lif()), plan=plan, fuse=None).plan
+    assert (kept.fuse, kept.channels_last) == (True, True)
+    assert compiled(Block(lif()), plan=plan, fuse=None, neuron_dtype="bf16").plan.neuron_dtype == "bfloat16"
+    assert not compiled(Block(lif()), plan=plan, fuse=None, state="carry").plan.fuse
+    assert not compiled(Block(lif()), plan=plan, fuse=None, detach_every=2).plan.fuse
 
 
 def test_rounded_states_have_neurons_fused_and_what_is_not_is_named() -> None:
