@@ -120,9 +120,10 @@ def opened(
 
 
 def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
-    """Keywords of `parallelize`. The gate runs on a batch of two copies of the sample for each microbatch."""
+    """Keywords of `parallelize`. The gate runs on a batch of two copies of the sample for each microbatch. Whether
+    neurons are fused and channels last is for a given plan to say, else for the device."""
     rows = max(2, microbatches_of(config) or config.pp)
-    letters = config.input_layout
+    letters, kernels = config.input_layout, on_gpu(config) if config.plan is None else None
     batch = torch.stack([sample] * rows, letters.index("N")).contiguous()
     return {
         "example_inputs": batch,
@@ -141,8 +142,8 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "saved": config.saved,
         "verify": config.verify,
         "memory": config.memory,
-        "fuse": on_gpu(config),
-        "channels_last": on_gpu(config),
+        "fuse": kernels,
+        "channels_last": kernels,
     }
 
 

@@ -1,6 +1,6 @@
 """Tensor parallelism: what is sent, how long deciding takes, predicted against measured times, speed over a slow link.
 
-    python tools/bench/tensor_parallel.py                     all parts (about six minutes on two cores)
+    python tools/bench/tensor_parallel.py                     all parts (about nine minutes on two cores)
     python tools/bench/tensor_parallel.py --parts bytes       one of: bytes, placement, prediction, speed
     python tools/bench/tensor_parallel.py --parts speed prediction --device cuda      on two GPUs
     python tools/bench/tensor_parallel.py --quick             bytes of SEW-ResNet34 with tp=2 on small images, no file

@@ -1,12 +1,15 @@
-"""FSDP2's units from the vision entry points."""
+"""What the vision entry points hand to the compiler: FSDP2's units, and a plan's kernels."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from snnpart import vision
 from snnpart.errors import ConfigError
+from snnpart.plan import Plan
 from snnpart.vision.session import compile_options
 
 
@@ -22,3 +25,13 @@ def test_other_values_are_refused() -> None:
         vision.TrainingConfig(model="tests.nets:Net", fsdp_units=0)
     with pytest.raises(ConfigError, match="fsdp_reshard"):
         vision.TrainingConfig(model="tests.nets:Net", fsdp_reshard="always")  # type: ignore[arg-type]
+
+
+def test_a_given_plan_says_what_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snnpart.vision.session.on_gpu", lambda config: True)
+    given, found = tmp_path / "plan.json", {}
+    given.write_text(Plan().to_json())
+    for plan in (None, given):
+        options = compile_options(vision.TrainingConfig(model="tests.nets:Net", plan=plan), torch.zeros(1, 8, 8))
+        found[plan is None] = (options["fuse"], options["channels_last"])
+    assert found == {True: (True, True), False: (None, None)}
