@@ -220,9 +220,13 @@ def kept_profile(profile: MachineProfile, device: str | torch.device = "cpu") ->
     return profile
 
 
+def user_cache() -> Path:
+    """The folder in which what was measured on this machine is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "snnpart"
+
+
 def _cache_file(device: torch.device) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "snnpart" / f"profile-{platform.node()}-{device.type}-torch{torch.__version__}.json"
+    return user_cache() / f"profile-{platform.node()}-{device.type}-torch{torch.__version__}.json"
 
 
 def measure_profile(device: str | torch.device = "cpu") -> MachineProfile:

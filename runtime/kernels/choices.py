@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from snnpart.costs import user_cache
+
 _WARM, _TIMED = 3, 10
 _log = logging.getLogger("snnpart")
 Way = Callable[[], Any]
@@ -78,10 +80,9 @@ class Choices:
 @cache
 def of_this_machine(device: torch.device) -> Choices:
     """The choices for a GPU of this machine, which the user's cache keeps."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     model = torch.cuda.get_device_name(device).replace(" ", "-")
     name = f"ways-{platform.node()}-{model}-torch{torch.__version__}.json"
-    return Choices(root / "snnpart" / name, cuda_seconds)
+    return Choices(user_cache() / name, cuda_seconds)
 
 
 def cuda_seconds(way: Way) -> float:
