@@ -8,7 +8,8 @@ now is always posted. What was sent is kept until it has left. Two stages of one
 There is one channel for each pair of ranks and direction (up the ranks, down the ranks), so that with NCCL a receive
 that waits never stands before a send.
 
-With `through_host` they travel over the CPU (`first_passes` says when and why), on the same way in the same order.
+With `through_host` they travel over the CPU (`first_passes` says when and why), on the same way in the same order. So
+they always do where NCCL is not between the ranks of GPUs: gloo takes no messages from a GPU's memory.
 
 Under autocast the dtype of a value is known when it is computed only. The first message of a kind is then preceded by
 the dtypes of its values, and nothing is posted ahead of it; both sides keep them (`WireTypes`).
@@ -30,7 +31,7 @@ from torch import Tensor
 from snnpart.bits import States, width
 from snnpart.plan import Plan
 from snnpart.program import Action, Port, StageProgram
-from snnpart.runtime.collectives import Axis
+from snnpart.runtime.collectives import Axis, over_nccl
 from snnpart.runtime.kernels.bits import pack, unpack
 from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks, control_device
 
@@ -246,7 +247,9 @@ class Channels:
     def _over(self, axis: Axis) -> torch.device:
         """The device between which values travel."""
         device = self._ranks.device
-        return control_device(axis.group, device) if self._through_host and axis.group is not None else device
+        if axis.group is None or (over_nccl(axis, device) and not self._through_host):
+            return device
+        return control_device(axis.group, device)
 
     def _axis(self, source: int, target: int) -> Axis:
         return self._ranks.axes[FORWARD if source < target else BACKWARD]

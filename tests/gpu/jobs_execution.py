@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.jobs_execution OUT.pt CASE [CASE ...]
 
-A case is `NAME:MODE:PRECISION`; names are those of `TOPOLOGIES`. Rank 0 writes `{case: result}`; a case that fails has
-the text of its error as `error`.
+A case is `NAME:MODE:PRECISION`; names are those of `TOPOLOGIES`, the precision is fp64, fp32, bf16 or fp16. Rank 0
+writes `{case: result}`; a case that fails has the text of its error as `error`.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ def make_net(dropout: float = 0.0, tied: bool = False) -> Net:
     return Tied() if tied else Net(dropout)
 
 
-def batch(number: int) -> tuple[Tensor, Tensor]:
+def batch(number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Images of the whole batch [N, 3, 16, 16] and their classes."""
     size = UNEVEN.get(number, BATCH)
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(size, 3, 16, 16, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+    return torch.randn(size, 3, 16, 16, generator=generator).to(dtype), torch.randint(
+        0, 10, (size,), generator=generator
+    )
 
 
 def loss_fn(out: Tensor, target: Tensor) -> Tensor:
@@ -103,11 +105,12 @@ def loss_fn(out: Tensor, target: Tensor) -> Tensor:
 
 
 def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **options: Any) -> RunningProgram:
-    ranks, topology = TOPOLOGIES[name]
-    x, _ = batch(0)
+    _, topology = TOPOLOGIES[name]
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    x, _ = batch(0, dtype)
     share = BATCH // 2 if name.startswith(("ddp", "fsdp")) else BATCH
     program = parallelize(
-        make_net(dropout, name == "pp2-tied"),
+        make_net(dropout, name == "pp2-tied").to(dtype),
         example_inputs=x[:share],
         input_layout="NCHW",
         time_steps=T,
@@ -119,7 +122,7 @@ def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **optio
         lambda params: torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE != "cpu"),
         device=DEVICE,
         execution=mode,
-        precision=precision,
+        precision="fp32" if precision == "fp64" else precision,
         clip_grad_norm=1.0,
         **options,
     )
@@ -136,6 +139,7 @@ def rate(number: int) -> float:
 def train(name: str, mode: str, precision: str) -> dict[str, Any]:
     """Steps with a changing learning rate and uneven batches; a launch in the middle takes over the state."""
     running = launched(name, mode, precision)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
     losses: list[Tensor] = []
     notices: list[str] = []
     started = time.perf_counter()
@@ -151,13 +155,13 @@ def train(name: str, mode: str, precision: str) -> dict[str, Any]:
         for group in running.optimizer.param_groups if running.optimizer else ():
             group["lr"] = rate(number)
         dp, at = running.ranks.mesh.dp, running.ranks.at.dp
-        x, y = (part.tensor_split(dp)[at] for part in batch(number))
+        x, y = (part.tensor_split(dp)[at] for part in batch(number, dtype))
         losses.append(running.train_step(x, y, loss_fn))
     found = [float(loss) for loss in losses]
     seconds = time.perf_counter() - started
-    x, y = batch(100)
+    x, y = batch(100, dtype)
     outputs = running.eval_step(x)
-    result = {"losses": found, "state": running.state_dict(), "outputs": outputs.float().cpu(), "seconds": seconds}
+    result = {"losses": found, "state": running.state_dict(), "outputs": outputs.cpu(), "seconds": seconds}
     result |= {"notices": notices + list(running.notices), "norm": float(running.grad_norm or 0.0)}
     result["captured"] = running._execution.captures.captured
     running.close()

@@ -30,7 +30,7 @@ class Runs:
     def __getitem__(self, case: str) -> dict[str, Any]:
         if case not in self._found:
             ranks = TOPOLOGIES[case.split(":")[0]][0]
-            together = CASES if self._device == "cuda" else [case]
+            together = CASES if self._device == "cuda" else SHARED if case in SHARED else [case]
             self._run(ranks, [c for c in together if TOPOLOGIES[c.split(":")[0]][0] == ranks])
         result: dict[str, Any] = self._found[case]
         assert "error" not in result, f"{case}: {result['error']}"
@@ -60,7 +60,14 @@ class Runs:
 
 MODES = ("eager", "cuda_graph")
 CASES = [f"{name}:{mode}:fp32" for name in TOPOLOGIES for mode in MODES]
+SHARED = [f"{name}:eager:fp64" for name in TOPOLOGIES if TOPOLOGIES[name][0] == 2]
 CASES += [f"{name}:{mode}:{precision}" for name in TOPOLOGIES for mode in MODES for precision in ("bf16", "fp16")]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runs]:
+    """Two ranks on one GPU, and two on the CPU."""
+    return {device: Runs(tmp_path_factory.mktemp("shared"), device) for device in ("cuda:0", "cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +111,15 @@ def test_two_ranks_that_share_a_gpu_run_uncaptured(tmp_path: Path) -> None:
     assert got["captured"] == 0
     assert any("another backend than NCCL" in notice for notice in got["notices"])
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_float64_steps_of_ranks_that_share_a_gpu_are_those_on_the_cpu(shared: dict[str, Runs], case: str) -> None:
+    """Every topology with the kernels of GPUs, also where only one is there: through gloo, uncaptured."""
+    want, got = shared["cpu"][case], shared["cuda:0"][case]
+    assert len(set(want["losses"])) == len(want["losses"])
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+    assert got["norm"] == pytest.approx(want["norm"], rel=1e-9) and want["norm"] > 0
+    torch.testing.assert_close(got["outputs"], want["outputs"], rtol=1e-9, atol=1e-9)
+    for key, value in want["state"].items():
+        torch.testing.assert_close(got["state"][key], value, rtol=1e-9, atol=1e-9)

@@ -77,12 +77,13 @@ def _rank(rank: int, job: Job, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": str(job.pp), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if job.device == "cuda":
-        torch.cuda.set_device(rank)
+    device = torch.device(job.device, rank % torch.cuda.device_count()) if job.device == "cuda" else torch.device("cpu")
+    if job.device == "cuda" and torch.cuda.device_count() < job.pp:
+        torch.distributed.init_process_group("gloo")  # NCCL wants a GPU for each rank
     x, y = KINDS[job.net].batch()
     model = KINDS[job.net].make()
     program = parallelize(model, example_inputs=x, **job.options())
-    running = program.launch(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), device=job.device, execution="eager")
+    running = program.launch(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), device=device, execution="eager")
     notes = _Notes(running)
     for step in range(STEPS):
         if step == 1 and job.device == "cuda":
