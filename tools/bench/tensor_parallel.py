@@ -4,6 +4,7 @@
     python tools/bench/tensor_parallel.py --parts bytes       one of: bytes, placement, prediction, speed
     python tools/bench/tensor_parallel.py --parts speed prediction --device cuda      on two GPUs
     python tools/bench/tensor_parallel.py --quick             bytes of SEW-ResNet34 with tp=2 on small images, no file
+    python tools/bench/tensor_parallel.py --quick --parts speed --device cuda         the race on small images, no file
 
 bytes       what a rank sends in a step, counted from the peer's program and from ours (bfloat16, T=4). The peer is
             SpikingJelly's own builders: its model runs forward and backward on the meta device, one rank of a process
@@ -13,7 +14,8 @@ bytes       what a rank sends in a step, counted from the peer's program and fro
 placement   seconds in which the placement of large networks is decided.
 prediction  what a training step takes under several plans, predicted and measured (tensor_parallel_predict.py).
 speed       images/s of the peer and of ours, in turn (tensor_parallel_speed.py): on the CPU over a link of 1 Gbit/s,
-            made of network namespaces and `tc` (which takes root), on CUDA over what joins the GPUs.
+            made of network namespaces and `tc` (which takes root), on CUDA over what joins the GPUs. The short form
+            has no throttled link, and its two ranks share a GPU where there is one only (gloo between them).
 
 Rows go into docs/results/tensor_parallel.csv, each part's in the place of its earlier ones, and from there into the
 plot.
@@ -37,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+from tensor_parallel_nets import NETS  # noqa: E402
 from tensor_parallel_peer import TIMED, Point, our_bytes, peer_bytes, sew_resnet34, spikformer  # noqa: E402
 from tensor_parallel_plot import draw  # noqa: E402
 from tensor_parallel_rows import RATE, merge, on_ranks, row  # noqa: E402
@@ -55,7 +58,7 @@ BYTES_SENT, DECIDING = "bytes sent per rank and step", "seconds of deciding the 
 PLAN_TIMES, BEHIND, HITS = "predicted step time", "predicted fastest behind measured fastest", "points predicted right"
 SPEED = "images per second"
 PLACEMENTS, PLACEMENT_LIMIT = 5, 3.0
-CLOSE, POINTS_ASKED, HITS_ASKED = 0.05, 12, 10
+CLOSE, PLANS_ASKED, POINTS_ASKED, HITS_ASKED = 0.05, 3, 12, 10
 DEVICES = {"cpu": f"2 processes, link of {RATE}", "cuda": "2 GPUs"}
 
 
@@ -141,7 +144,7 @@ def analysed_graph(model: nn.Module) -> SpikeGraph:
 
 def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
     """A row for each plan of each point, one for each point, and one for all of them."""
-    found = on_ranks(HERE / "tensor_parallel_predict.py", [device])
+    found = [point for name in NETS for point in on_ranks(HERE / "tensor_parallel_predict.py", [name, device])]
     hits, errors = 0, []
     for point in found:
         plans, best = point["plans"], min(plan["measured"] for plan in point["plans"].values())
@@ -163,14 +166,15 @@ def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
             )
         chosen = min(plans, key=lambda label: plans[label]["predicted"])
         behind = plans[chosen]["measured"] / best - 1
-        hits += behind <= CLOSE
+        good = behind <= CLOSE and len(plans) >= PLANS_ASKED
+        hits += good
         yield row(
             point["point"],
             BEHIND,
             "%",
             100 * behind,
             machine=machine(device),
-            status="ok" if behind <= CLOSE else "failed",
+            status="ok" if good else "failed",
             note=f"predicted fastest: {chosen}; {len(plans)} plans",
         )
     yield row(
@@ -186,14 +190,18 @@ def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
 
 def speed_rows(device: str) -> Iterator[dict[str, Any]]:
     """Images/s on this device, and the rows of the other as not run, if it has none yet."""
-    found = on_ranks(HERE / "tensor_parallel_speed.py", [device], throttled=device == "cpu")
+    yield from raced(on_ranks(HERE / "tensor_parallel_speed.py", [device], throttled=device == "cpu"), device)
+
+
+def raced(found: list[dict[str, Any]], device: str, ranks: str | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of what the two ranks have measured; `ranks` says what they are, if not those of the device."""
     for race in found:
         peer = race["batch"] / race["sides"]["peer"]["seconds"]
         for plan in ("max", "time"):
             side = race["sides"][plan]
             ours = race["batch"] / side["seconds"]
             yield row(
-                speed_point(race["point"], device, race["training"], plan),
+                speed_point(race["point"], ranks or DEVICES[device], race["training"], plan),
                 SPEED,
                 "images/s",
                 ours,
@@ -207,8 +215,20 @@ def speed_rows(device: str) -> Iterator[dict[str, Any]]:
             )
 
 
-def speed_point(label: str, device: str, training: bool, plan: str) -> str:
-    return f"{label}, {'training' if training else 'inference'}, shard={plan}, {DEVICES[device]}"
+def quick_rows(parts: list[str], device: str) -> Iterator[dict[str, Any]]:
+    """The short form: bytes, or the race where only that is asked for."""
+    if parts == ["speed"]:
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        ranks = f"2 processes on {min(gpus, 2)} GPUs" if gpus else "2 processes"
+        yield from raced(on_ranks(HERE / "tensor_parallel_speed.py", [device, "quick"]), device, ranks)
+        return
+    ((point, tp),) = points(quick=True)
+    for mode in LEAST:
+        yield measure(point, tp, mode)
+
+
+def speed_point(label: str, ranks: str, training: bool, plan: str) -> str:
+    return f"{label}, {'training' if training else 'inference'}, shard={plan}, {ranks}"
 
 
 def missing_rows(device: str) -> Iterator[dict[str, Any]]:
@@ -216,7 +236,7 @@ def missing_rows(device: str) -> Iterator[dict[str, Any]]:
     for point in TIMED[device]:
         for training in (False, True):
             yield row(
-                speed_point(point.label, device, training, "max"),
+                speed_point(point.label, DEVICES[device], training, "max"),
                 SPEED,
                 "images/s",
                 "",
@@ -243,15 +263,14 @@ PARTS: Mapping[str, tuple[Callable[[str], Iterator[dict[str, Any]]], tuple[str, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small point of the bytes; writes no file")
+    parser.add_argument("--quick", action="store_true", help="one small point of bytes or speed; writes no file")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="of the parts prediction and speed")
     parser.add_argument("--output", type=Path, help="the CSV to write")
     options = parser.parse_args()
     target = options.output or (None if options.quick else ROOT / "docs/results/tensor_parallel.csv")
     if options.quick:
-        ((point, tp),) = points(quick=True)
-        _write([_shown(measure(point, tp, mode)) for mode in LEAST], target, options.device)
+        _write([_shown(found) for found in quick_rows(options.parts, options.device)], target, options.device)
         return 0
     for part in options.parts:
         make, _ = PARTS[part]

@@ -1,15 +1,16 @@
 """One rank of the comparison of predicted with measured step times; see tensor_parallel.py, which starts two of them.
 
 For each network and batch the profile is measured first: rates, the link over the process group of these ranks, and
-the kernels of the network. With it a training step of each of four plans is predicted: no layer shared, the fastest
-(`time`), every layer shared (`max`), and the one that sends least (`bytes`). Then the plans run in turn until each
-one's two best rounds agree within 2 %; the best round counts, on the slowest rank. Plans that come out alike (as many
-collectives, predicted within half a percent) are one.
+the kernels of the network. With it a training step of each of five plans is predicted: no layer shared, the fastest
+(`time`), every layer shared (`max`), every second of these whole (`half`), and the one that sends least (`bytes`). Then
+the plans run in turn until each one's two best rounds agree within 2 %; the best round counts, on the slowest rank.
+Plans that come out alike (as many collectives, predicted within half a percent) are one; at least three are left.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,18 +43,29 @@ BYTES = MachineProfile(
 )
 ROUNDS, MOST, WARM = 5, 25, 1
 ALIKE, SETTLED = 0.005, 0.02
+PRODUCTS = ("column", "row", "scatter")
+"""Rules of convolutions and linears whose channels are dealt out."""
 
 
 def main(device: str, target: str, names: Sequence[str] = ()) -> None:
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
-    torch.set_num_threads(1)
+    join(device)
     machine = measured_machine(device)
     found = [point(name, NETS[name], batch, machine, device) for name in names or NETS for batch in NETS[name].batches]
     if dist.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def join(device: str) -> torch.device:
+    """The process group of the ranks, and the device of this one. NCCL wants a GPU for each rank: gloo without."""
+    own = device != "cuda" or torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl" if own and device == "cuda" else "gloo")
+    torch.set_num_threads(1)
+    if device != "cuda":
+        return torch.device(device)
+    where = torch.device(device, dist.get_rank() if own else 0)
+    torch.cuda.set_device(where)
+    return where
 
 
 def measured_machine(device: str) -> MachineProfile:
@@ -77,10 +89,12 @@ def point(name: str, net: Net, batch: int, machine: MachineProfile, device: str)
     options["example_inputs"] = options["example_inputs"].to(device)
     profile = of_first(parallelize(model, **options, profile=machine).measured_profile())
     least = parallelize(model, tp=2, **options, profile=BYTES).plan
+    products = [path for path, rule in least.shards.items() if rule in PRODUCTS]
     asked: Mapping[str, Mapping[str, Any]] = {
         "whole": {"shard": {"*": "replicate"}},
         "time": {"shard": "time"},
         "max": {"shard": "max"},
+        "half": {"shard": dict.fromkeys(products[1::2], "replicate")},
         "bytes": {"plan": least},
     }
     plans: dict[str, ParallelProgram] = {}

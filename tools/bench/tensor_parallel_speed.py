@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools/bench")]
 
 from tensor_parallel_peer import TIMED, Point  # noqa: E402
-from tensor_parallel_predict import measured_machine, of_first  # noqa: E402
+from tensor_parallel_predict import join, measured_machine, of_first  # noqa: E402
 
 from snnpart import parallelize  # noqa: E402
 from snnpart.costs import MachineProfile  # noqa: E402
@@ -140,15 +140,15 @@ def _synchronise(race: Race) -> None:
         torch.cuda.synchronize()
 
 
-def main(device: str, target: str) -> None:
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    torch.set_num_threads(1)
-    where = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(where)
+def main(device: str, *given: str) -> None:
+    """`given`: where the results go, and before it the name of another list of `TIMED` than the device's."""
+    *chosen, target = given
+    where = join(device)
     machine = measured_machine(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    races = [Race(point, where, dtype, training) for point in TIMED[device] for training in (False, True)]
+    races = [
+        Race(point, where, dtype, training) for point in TIMED[(chosen or [device])[0]] for training in (False, True)
+    ]
     found = [run(race, machine) for race in races]
     if dist.get_rank() == 0:
         Path(target).write_text(json.dumps(found))
