@@ -17,12 +17,16 @@ run in chunks: forward keeps the states at the start of each, backward computes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec
+from weakref import WeakKeyDictionary
 
 from snnpart.neuron_step import NeuronStep, Pass
 from snnpart.step_code import write_step
 
+P = ParamSpec("P")
 CHUNK = 8
 _UNROLLED = 16
 
@@ -73,6 +77,23 @@ class Form:
         return self.marks[t if self.per_step else 0]
 
 
+def written_once(
+    source: Callable[Concatenate[NeuronStep, Form, P], str],
+) -> Callable[Concatenate[NeuronStep, Form, P], str]:
+    """Keep the texts of a step as long as the step: writing one takes far longer than launching its kernel does."""
+    texts: WeakKeyDictionary[NeuronStep, dict[tuple[object, ...], str]] = WeakKeyDictionary()
+
+    @wraps(source)
+    def kept(step: NeuronStep, form: Form, *args: P.args, **how: P.kwargs) -> str:
+        own, key = texts.setdefault(step, {}), (form, args, *how.items())
+        if key not in own:
+            own[key] = source(step, form, *args, **how)
+        return own[key]
+
+    return kept
+
+
+@written_once
 def forward_source(step: NeuronStep, form: Form) -> str:
     """The forward kernel, named `forward`."""
     names = ["x", "residual", "y", "kept", *_NORM, *_names(step)]
@@ -87,6 +108,7 @@ def forward_source(step: NeuronStep, form: Form) -> str:
     return "\n".join(lines) + "\n"
 
 
+@written_once
 def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) -> str:
     """The backward kernel, named `backward`: `write` x's gradient, `reduce`: leave sums over channels in `parts`."""
     names = ["x", "dy", "dx", "kept", "sums", "parts", *_NORM, *_names(step)]
