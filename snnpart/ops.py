@@ -65,7 +65,19 @@ def batch_norm(
         return _no_channels(x, weight, bias)
     if training and shared_statistics.shared():
         return shared_statistics.batch_norm(x, running_mean, running_var, weight, bias, factor, eps)
-    return F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, factor, eps)
+    return F.batch_norm(_one_sample(x), running_mean, running_var, weight, bias, use_batch, factor, eps)
+
+
+def _one_sample(x: Tensor) -> Tensor:
+    """x, with the stride of a batch of one sample that a batch would have.
+
+    On the CPU torch 2.11 and 2.14 see channels last in forward by the other strides, in backward by this one too: if it
+    is another, x is paired with a gradient of another layout, and all gradients are wrong. Views such as `unbind` of
+    [T, 1, C, H, W] leave it at C.
+    """
+    if x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == (whole := x[0].numel()):
+        return x
+    return x.as_strided(x.shape, (whole, *x.stride()[1:]))
 
 
 def _no_channels(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -37,6 +37,21 @@ def _step(leaf: str = "") -> fx.Graph:
     return graph
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_batch_norm_of_each_step_has_the_same_gradients_in_either_layout(samples: int) -> None:
+    """Of one sample a step torch's own are wrong where only the first stride does not say channels-last."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 3 * samples, 5, 4, 3, generator=generator, dtype=torch.float64).unbind(0)
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        own = x.contiguous(memory_format=layout).requires_grad_()
+        weight, bias = (torch.full((5,), value, dtype=torch.float64, requires_grad=True) for value in (1.5, 0.2))
+        y = batch_norm_steps(own, weight, bias, None, None, None, True, 0.1, 1e-5, 3)
+        found.append((y, *torch.autograd.grad(y, (own, weight, bias), dy)))
+    for contiguous, last in zip(*found, strict=True):
+        torch.testing.assert_close(last, contiguous, rtol=1e-12, atol=1e-12)
+
+
 def _around(loop: Loop) -> fx.Graph:
     graph = fx.Graph()
     x, w, v = (graph.placeholder(name) for name in "xwv")

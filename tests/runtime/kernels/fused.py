@@ -103,13 +103,14 @@ class Written(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its number of steps, the mode, and the dtype it is exact in (snnTorch, Norse: float32)."""
+    """A network, its number of steps, the mode, the dtype it is exact in (snnTorch, Norse: float32), samples."""
 
     make: Callable[[], nn.Module]
     steps: int = 4
     training: bool = True
     dtype: torch.dtype = torch.float64
     fused: int = 1
+    samples: int = 2
 
 
 def _multi_step(kind: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
@@ -163,6 +164,9 @@ def cases() -> dict[str, Case]:
         "each step's statistics, eval": Case(lambda: Steps(Written(), norm=True), training=False),
         "each of 9 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=9),
         "each of 17 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=17),
+        "one sample": Case(partial(_block, lif), samples=1),
+        "one sample, still": Case(lambda: Still(lif()), samples=1),
+        "one sample, each step's statistics": Case(lambda: Steps(Written(), norm=True), samples=1),
         "still in a loop": Case(lambda: Steps(Written(), still=True)),
         "still in a loop, norm": Case(lambda: Steps(Written(), norm=True, still=True), steps=9),
         "still in a loop, norm, eval": Case(lambda: Steps(Written(), norm=True, still=True), training=False),
@@ -178,9 +182,10 @@ def cases() -> dict[str, Case]:
     return found
 
 
-BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics")
+ONE_SAMPLE = ("one sample", "one sample, still", "one sample, each step's statistics")
+BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", *ONE_SAMPLE)
 SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "Synaptic",
-         "each step's statistics")  # fmt: skip
+         "each step's statistics", *ONE_SAMPLE)  # fmt: skip
 """What the default tests run; the rest belongs to the long matrix."""
 
 
@@ -341,7 +346,7 @@ def _error(a: Tensor | None, b: Tensor | None) -> float:
 
 def example(case: Case, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    return (torch.rand((case.steps, 2, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
+    return (torch.rand((case.steps, case.samples, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
 
 
 def report(name: str, case: Case, channels_last: bool, x: Tensor | None = None) -> Mapping[str, Any]:
