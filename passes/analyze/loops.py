@@ -3,7 +3,7 @@
 A loop over T steps calls the same neuron layer, or the same layer's weights, T times. T is the number that most of
 the layers are called; call k of such a layer is made at step k (in groups, when a layer is called several times a
 step). Every other value is made at the latest step of what it is computed from. Where the input has a time dim,
-indexing it with t gives a value of step t.
+indexing it with t gives a value of step t. A block that is called again in depth is no loop (see `reuse`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 
 from snnpart import facts, ops
 from snnpart.graph import SpikeGraph
-from snnpart.passes.analyze import kinds
+from snnpart.passes.analyze import kinds, reuse
 from snnpart.passes.analyze.kinds import argument, tensor_inputs
 
 _WEIGHTED = ("conv", "linear", "norm")
@@ -35,11 +35,14 @@ class Loop:
 def find(graph: SpikeGraph) -> Loop:
     """The graph's time loop; no steps and no groups when there is none."""
     groups = _repeated(graph)
-    length = _length(graph, groups)
-    whole = [nodes for nodes in groups if len(nodes) % length == 0] if length > 1 else []
-    seeds = {node: place * length // len(nodes) for nodes in whole for place, node in enumerate(nodes)}
+    length, whole = _length(graph, groups)
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
-    return Loop(_spread(graph, seeds, times, length), whole, length)
+    return Loop(_spread(graph, _seeds(whole, length), times, length), whole, length)
+
+
+def _seeds(groups: list[list[fx.Node]], length: int) -> dict[fx.Node, int]:
+    """The steps of the nodes of groups that are called at every step."""
+    return {node: place * length // len(nodes) for nodes in groups for place, node in enumerate(nodes)}
 
 
 def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
@@ -65,13 +68,23 @@ def is_layer(nodes: Sequence[fx.Node]) -> bool:
     return kinds.kind_of(nodes[0]) != "surrogate"
 
 
-def _length(graph: SpikeGraph, groups: list[list[fx.Node]]) -> int:
+def _length(graph: SpikeGraph, groups: list[list[fx.Node]]) -> tuple[int, list[list[fx.Node]]]:
+    """T, and the groups that are called at every step: those that most of the groups agree on and that are steps of
+    time."""
     if graph.time_steps is not None:
-        return graph.time_steps
+        return graph.time_steps, _whole(groups, graph.time_steps)
     counts = {len(nodes) for nodes in groups if len(nodes) > 1}
     given = {info.shape[info.time_dim] for info in graph.inputs if info.time_dim is not None}
     scores = {steps: _score(groups, steps) + (steps in given) for steps in counts | given if steps > 1}
-    return max(scores, key=lambda steps: (scores[steps], steps)) if any(scores.values()) else 1
+    for steps in sorted(scores, key=lambda steps: (scores[steps], steps), reverse=True):
+        whole = _whole(groups, steps)
+        if whole and reuse.is_time(graph, whole, _seeds(whole, steps), steps):
+            return steps, whole
+    return max((steps for steps in scores if steps in given), default=1), []
+
+
+def _whole(groups: list[list[fx.Node]], length: int) -> list[list[fx.Node]]:
+    return [nodes for nodes in groups if len(nodes) % length == 0] if length > 1 else []
 
 
 def _score(groups: list[list[fx.Node]], steps: int) -> float:

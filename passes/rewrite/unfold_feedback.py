@@ -62,7 +62,7 @@ def matrices_inside(node: fx.Node) -> list[str]:
         weights = {
             inner: kinds.layer_of(str(outer.target))
             for inner, outer in zip(inputs[sequences:], fixed)  # type: ignore[arg-type, call-overload]
-            if outer.op == "get_attr" and len(facts.need(outer, Value).shape) > 1
+            if outer.op == "get_attr" and (value := facts.get(outer, Value)) is not None and len(value.shape) > 1
         }
         products = [n for n in graph.nodes if kinds.kind_of(n) in _PRODUCTS and not _in_groups(n)]
         found |= {weights[source]: None for n in products for source in n.all_input_nodes if source in weights}

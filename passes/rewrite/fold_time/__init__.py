@@ -53,20 +53,24 @@ class FoldTime:
     tier: ClassVar[Literal["exact", "reassociates"]] = "reassociates"
 
     def run(self, graph: SpikeGraph) -> None:
-        notes: list[str] = []
+        done: list[str] = []
+        left: dict[str, str] = {}
         for _ in range(_LOOPS):
             steps, size = steps_of.find(graph), len(graph.graph.nodes)
             if steps is None:
                 break
-            notes.append(_fold(graph, steps))
-            if len(graph.graph.nodes) >= size and len(notes) > 1:
+            columns, parts = _fold(graph, steps)
+            left = {name: why for name, why in left.items() if name not in {node.name for node in columns.of}}
+            left = _left(columns) | left
+            if len(graph.graph.nodes) >= size and done:
                 break
-        if notes:
-            graph.notes[PASS] = "\n".join(notes)
+            done += _done(columns, parts)
+        if done:
+            graph.notes[PASS] = "\n".join((*done, *left.values()))
 
 
-def _fold(graph: SpikeGraph, steps: Steps) -> str:
-    """Fold one loop; what was done. Parts that make what the new graph could not hold are given up until none does."""
+def _fold(graph: SpikeGraph, steps: Steps) -> tuple[Columns, list[Part]]:
+    """Fold one loop. Parts that make what the new graph could not hold are given up until none does."""
     given_up: dict[fx.Node, str] = {}
     for _ in range(_ROUNDS):
         columns, parts = _arrange(graph, steps, given_up)
@@ -75,8 +79,8 @@ def _fold(graph: SpikeGraph, steps: Steps) -> str:
         except Unplaced as found:
             given_up |= _without(found.node, parts)
         else:
-            return _note(columns, parts)
-    return _note(Columns(steps.count, [], {}, given_up, steps.of), [])
+            return columns, parts
+    return Columns(steps.count, [], {}, given_up, steps.of), []
 
 
 def _replace(graph: SpikeGraph, columns: Columns, parts: list[Part]) -> None:
@@ -188,11 +192,14 @@ def _take_all_steps(graph: SpikeGraph, parts: list[Part]) -> None:
             graph.leaves[path] = replace(graph.leaves[path], module=_in_steps(graph, path))  # type: ignore[arg-type]
 
 
-def _note(columns: Columns, parts: list[Part]) -> str:
-    """What was folded, and why the rest was not."""
+def _done(columns: Columns, parts: list[Part]) -> list[str]:
+    """What was folded, and why parts of it run step by step."""
     once = sum(part.kind not in ("plain", "loop") for part in parts)
     loops = sum(part.kind == "loop" for part in parts)
-    lines = [f"{columns.steps} steps: {once} operations in one call each, {loops} parts step by step"]
-    lines += [f"{facts.place(part.columns[0].model)} runs step by step: {part.why}" for part in parts if part.why]
-    lines += [f"{facts.place(node)} stays as it is: {why}" for node, why in columns.reasons.items()]
-    return "\n".join(lines)
+    why = [f"{facts.place(part.columns[0].model)} runs step by step: {part.why}" for part in parts if part.why]
+    return [f"{columns.steps} steps: {once} operations in one call each, {loops} parts step by step", *why]
+
+
+def _left(columns: Columns) -> dict[str, str]:
+    """By name, why nodes were not folded; a later round may still fold them."""
+    return {node.name: f"{facts.place(node)} stays as it is: {why}" for node, why in columns.reasons.items()}

@@ -173,6 +173,31 @@ def test_one_rank_and_stages_keep_their_loops() -> None:
         assert loops(program.compiled) == 1
 
 
+class NormedBack(nn.Module):
+    """What comes back is normed, with the statistics of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.back, self.out = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, s, record = 0.0, x.new_zeros(x.shape[0], 7), []
+        for t in range(x.shape[1]):
+            v = 0.5 * v + self.fc(x[:, t]) + self.norm(self.back(s))  # type: ignore[assignment]
+            s = _float64(v - 0.3)  # type: ignore[operator]
+            v = v - s.detach()  # type: ignore[assignment]
+            record.append(self.out(s))
+        return torch.stack(record, 1)
+
+
+def test_a_norm_beside_the_matrix_that_feeds_back() -> None:
+    net = NormedBack().double()
+    inputs, program = shared(net, tp=2)
+    assert loops(program.compiled) == 0 and program.plan.shards["back"] != "replicate"
+    assert_parity(net, inputs, program.compiled)
+
+
 LAYOUT = {"constant": "NF", "time-first": "TNF", "unbind": "TNF"}
 
 

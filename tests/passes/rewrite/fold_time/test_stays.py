@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from snnpart import ops
 from snnpart.ops_time import Loop
 from tests.graphs import Wrap
-from tests.passes.rewrite.fold_time.nets import ArgumentLIF
+from tests.passes.rewrite.fold_time.nets import ArgumentLIF, spike
 from tests.passes.rewrite.fold_time.parity import check, fold, images, traced
 from tools.zoo.unet import RecordedUNet
 
@@ -33,14 +33,41 @@ def test_a_network_in_multi_step_mode_stays() -> None:
     assert names(fold(graph)) == names(graph)
 
 
-def test_a_value_of_a_loops_first_step_that_is_read_after_it_keeps_the_loop_per_step() -> None:
-    """And what a fold made of three steps is no copy of what it left of one."""
+class Early(nn.Module):
+    """The membrane of the first step has no sign; `read`: it is an output too."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.fc, self.out, self.read = nn.Linear(6, 5), nn.Linear(5, 3), read
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        v, record, first = torch.zeros(x.shape[0], 5, dtype=x.dtype), [], x
+        for t in range(4):
+            v = 0.5 * v + self.fc(x[:, t])
+            if t == 0:
+                v = first = v.abs()
+            s = spike(v - 0.4)
+            v = v * (1 - s.detach())
+            record.append(self.out(s))
+        return torch.stack(record), first.exp() if self.read else v
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_value_of_a_loops_first_step_that_is_read_after_it_keeps_the_loop_per_step(read: bool) -> None:
+    torch.manual_seed(0)
+    graph = check(Early(read).double(), images(3, 4, 6), fires=False)
+    assert ("which only its first step makes, is read outside" in graph.notes["fold-time"]) is read
+    assert any(isinstance(node.target, Loop) for node in graph.graph.nodes) is not read
+
+
+def test_what_a_fold_made_of_three_steps_is_no_copy_of_what_it_left_of_one() -> None:
     torch.manual_seed(0)
     net, x = RecordedUNet(True, (3, 4)).double(), images(4, 3, 16, 16)
     net(x)  # its buffers take the shape of what comes
     graph = check(net, x)
-    assert "which only its first step makes, is read outside" in graph.notes["fold-time"]
-    assert "its steps differ in shape" in graph.notes["fold-time"]
+    folds = [line for line in graph.notes["fold-time"].splitlines() if "operations in one call each" in line]
+    assert folds == ["3 steps: 12 operations in one call each, 0 parts step by step"]
+    assert "it does not run alike at step 2" in graph.notes["fold-time"]
 
 
 def test_a_number_made_of_the_batch_size_that_changes_with_the_step() -> None:

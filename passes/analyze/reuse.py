@@ -1,0 +1,107 @@
+"""Time or depth: whether layers that are called again make the steps of a loop over time, or only share their weights.
+
+A block that is called three times in a row and a loop over three steps look alike. What tells a step of time:
+
+    the input    one value from outside (an input, or what a layer that is called once makes) is read at every step,
+                 step 0 included: a static image, the frames of one tensor
+    fed back     the same, from step 1 on, beside what the step before made; of three steps or more, as the sum of a
+                 block's input and output reads the block's first input once
+    the state    a neuron layer is given the state that its call before left, or keeps it; or a spike reaches the next
+                 spike's membrane through no layer (a reset). Nothing enters that did not at step 0
+
+Anything else is depth: nothing repeats but the weights. It is no loop then: it is left as it is, and may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+from torch import fx
+
+from snnpart import facts
+from snnpart.facts import Value
+from snnpart.graph import SpikeGraph
+from snnpart.ops_time import Loop
+from snnpart.passes.analyze import kinds
+
+Sources = frozenset[fx.Node]
+_LAYERS = ("conv", "linear", "norm", "leaf")
+_LEAST = 3
+"""Steps at which a value that is fed back beside another tells a loop from a sum."""
+
+
+def is_time(graph: SpikeGraph, groups: Sequence[Sequence[fx.Node]], seeds: Mapping[fx.Node, int], length: int) -> bool:
+    """Whether the groups, whose nodes `seeds` puts at `length` steps, are called by a loop over time."""
+    direct, beside = _entering(graph, seeds, length)
+    if reduce(frozenset.intersection, direct):
+        return True
+    later = beside[1:]
+    if length >= _LEAST and reduce(frozenset.intersection, later):
+        return True
+    nothing_new = all(sources <= beside[0] for sources in later)
+    return nothing_new and any(_hands_on_state(nodes) for nodes in groups)
+
+
+def _entering(graph: SpikeGraph, seeds: Mapping[fx.Node, int], length: int) -> tuple[list[Sources], list[Sources]]:
+    """By step: the values from outside that its layers read, and those that they read of what the step before made
+    together with values from outside."""
+    steps: dict[fx.Node, int] = {}
+    outside: dict[fx.Node, Sources] = {}
+    direct, beside = ([Sources()] * length for _ in range(2))
+    for node in graph.graph.nodes:
+        read = [source for source in kinds.tensor_inputs(node) if source in outside]
+        if node in seeds:
+            step = steps[node] = seeds[node]
+            outside[node] = Sources()
+            free = [outside[source] for source in read if source not in steps]
+            late = [outside[source] for source in read if steps.get(source, -1) >= step - 1]
+            direct[step] = direct[step].union(*free)
+            beside[step] = beside[step].union(*free, *late)
+            continue
+        made = [steps[source] for source in read if source in steps]
+        if made:
+            steps[node] = max(made)
+        if _begins(node):
+            outside[node] = Sources((node,))
+        elif not _makes_nothing_of(node):
+            late = [outside[source] for source in read if steps.get(source) in (None, steps.get(node))]
+            outside[node] = Sources().union(*late)
+    return direct, beside
+
+
+def _begins(node: fx.Node) -> bool:
+    """Where values come from: an input, a layer, a loop of its own."""
+    return node.op == "placeholder" or kinds.kind_of(node) in _LAYERS or isinstance(node.target, Loop)
+
+
+def _makes_nothing_of(node: fx.Node) -> bool:
+    """The node's numbers are those of no operand: a tensor of the network's, zeros in the shape of another value."""
+    name = kinds.name_of(node)
+    return node.op == "get_attr" or kinds.kind_of(node) == "factory" or name in ("zeros_like", "ones_like", "full_like")
+
+
+def _hands_on_state(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the calls of a group hand on neuron state, each to the next one."""
+    kind = kinds.kind_of(nodes[0])
+    if kind not in ("leaf", "surrogate"):
+        return False
+    if kind == "leaf" and len(nodes[0].args) == 1 and facts.get(nodes[0], Value) is not None:
+        return True
+    return all(_reaches(node, before) for before, node in zip(nodes, nodes[1:], strict=False))
+
+
+def _reaches(node: fx.Node, before: fx.Node) -> bool:
+    """Whether one result of `before` comes to `node` as state: through no layer, and for a neuron layer not as its
+    first input."""
+    first = 1 if kinds.kind_of(node) == "leaf" else 0
+    waiting = [item for item in node.all_input_nodes if item not in node.args[:first]]
+    seen: set[fx.Node] = set()
+    while waiting:
+        item = waiting.pop()
+        if item is before:
+            return True
+        if item not in seen and not _begins(item) and kinds.kind_of(item) != "surrogate":
+            seen.add(item)
+            waiting += item.all_input_nodes
+    return False
