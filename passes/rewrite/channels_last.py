@@ -1,15 +1,19 @@
-"""channels-last: images of convolutional regions lie in memory with their channels last.
+"""channels-last: images and sequences of convolutional regions lie in memory with their channels last.
 
 On a GPU convolutions compute in that layout; given another they convert what they read and write at every call. The
 pass says it once, in the graph: what a convolution reads is converted where it is not in that layout already, and
-convolutions, norms, fused neurons, pooling, additions and views that merge or split the leading dims hand it on. So a
-region has one conversion at each entry, and no operation inside makes another (a test counts them).
+convolutions, norms, fused neurons, pooling, additions and views that merge or split the leading dims or the places hand
+it on. So a region has one conversion at each entry, and no operation inside makes another (a test counts them).
 
-Weights of these convolutions are kept in the same order (`TensorSlice.channels_last`).
+torch makes what a convolution over sequences [N, C, L] reads contiguous, whatever its layout. It is therefore written
+as one over images [N, C, 1, L].
+
+Weights of convolutions over images are kept in the same order (`TensorSlice.channels_last`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,70 +28,142 @@ from snnpart.passes.analyze.kinds import kind_of
 
 NAME = "channels-last"
 _CONVOLUTIONS = (torch.conv2d, F.conv2d, torch.conv_transpose2d, F.conv_transpose2d)
+_OVER_SEQUENCES = (torch.conv1d, F.conv1d)
 _NORMS = (ops.batch_norm, ops.batch_norm_copies, *ops_time.TIME_OPS)
 _KEEPING_COLLECTIVES = (ops.all_reduce, ops.grad_all_reduce)
 
 
 def channels_last(graph: fx.Graph) -> frozenset[str]:
     """Put the convolutional regions of a stage graph into channels-last, in place; the weights that should lie so."""
-    last: set[fx.Node] = set()
+    regions = _Regions(graph)
     weights: set[str] = set()
-    converted: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if _is_convolution(node):
-            _convert_input(graph, node, last, converted)
+        if _convolves(node, _OVER_SEQUENCES, 3):
+            regions.enter_sequence(node)
+        elif _convolves(node, _CONVOLUTIONS, 4):
+            regions.enter(node)
             weights |= {str(item.target) for item in node.args[1:2] if isinstance(item, fx.Node) and _is_read(item)}
-            last.add(node)
-        elif _keeps(node, last):
-            last.add(node)
+        else:
+            regions.see(node)
     return frozenset(weights)
 
 
-def _is_convolution(node: fx.Node) -> bool:
+@dataclass
+class _Regions:
+    """The values that lie with their channels last so far, with the number of dims behind their channels; values from
+    outside as they were converted; and sequences as images."""
+
+    graph: fx.Graph
+    places: dict[fx.Node, int] = field(default_factory=dict)
+    converted: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    raised: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def see(self, node: fx.Node) -> None:
+        """Note whether the node's result lies so."""
+        if (places := _kept(node, self.places)) is not None:
+            self.places[node] = places
+
+    def enter(self, convolution: fx.Node) -> None:
+        """What the convolution over images reads and gives lies so."""
+        source: Any = convolution.args[0]
+        if self.places.get(source) != 2:
+            convolution.replace_input_with(source, self._conversion(source, convolution))
+        self.places[convolution] = 2
+
+    def enter_sequence(self, node: fx.Node) -> None:
+        """Write a convolution over sequences as one over images that are one place high."""
+        x, weight, bias, stride, padding, dilation, groups = node.args
+        value = facts.need(node, Value)
+        behind = padding if isinstance(padding, str) else (0, *padding)  # type: ignore[misc]
+        args = (self._image(x, node), self._image(weight, node), bias, (1, *stride), behind, (1, *dilation), groups)  # type: ignore[misc]
+        image = _made(self.graph, node, torch.conv2d, args, _raised(value), node)
+        self.enter(image)
+        flat = _made(self.graph, node, torch.squeeze, (image, 2), value, node)
+        self.see(flat)
+        node.replace_all_uses_with(flat)
+        self.graph.erase_node(node)
+
+    def _conversion(self, source: fx.Node, at: fx.Node) -> fx.Node:
+        if source not in self.converted:
+            options = {"memory_format": torch.channels_last}
+            made = _made(self.graph, at, "contiguous", (source,), facts.need(source, Value), source, options)
+            self.converted[source], self.places[made] = made, 2
+        return self.converted[source]
+
+    def _image(self, sequence: Any, at: fx.Node) -> fx.Node:
+        if sequence not in self.raised:
+            value = _raised(facts.need(sequence, Value))
+            self.raised[sequence] = _made(self.graph, at, torch.unsqueeze, (sequence, 2), value, sequence)
+            self.see(self.raised[sequence])
+        return self.raised[sequence]
+
+
+def _made(
+    graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], value: Value, like: fx.Node,
+    options: dict[str, Any] | None = None,
+) -> fx.Node:  # fmt: skip
+    """A node of this pass before `at`, which gives `value` and has the other facts of `like`."""
+    with graph.inserting_before(at):
+        call = graph.call_method if isinstance(target, str) else graph.call_function
+        made = call(target, args, options or {})
+    made.meta = dict(like.meta)
+    origin = facts.get(at, Origin) or Origin()
+    facts.put(made, Origin(origin.module, origin.file, origin.line, NAME))
+    facts.put(made, value)
+    return made
+
+
+def _raised(value: Value) -> Value:
+    """The value [N, C, L] as [N, C, 1, L]."""
+    shape, slopes = ((*dims[:2], one, *dims[2:]) for dims, one in ((value.shape, 1), (value.slopes, 0)))
+    return replace(value, shape=shape, slopes=slopes, stride=())
+
+
+def _convolves(node: fx.Node, functions: tuple[Any, ...], dims: int) -> bool:
     value = facts.get(node, Value)
-    return node.op == "call_function" and node.target in _CONVOLUTIONS and value is not None and len(value.shape) == 4
+    return node.op == "call_function" and node.target in functions and value is not None and len(value.shape) == dims
 
 
 def _is_read(node: fx.Node) -> bool:
     return node.op == "get_attr"
 
 
-def _convert_input(graph: fx.Graph, node: fx.Node, last: set[fx.Node], converted: dict[fx.Node, fx.Node]) -> None:
-    source: Any = node.args[0]
-    if source in last:
-        return
-    if source not in converted:
-        with graph.inserting_before(node):
-            made = graph.call_method("contiguous", (source,), {"memory_format": torch.channels_last})
-        made.meta = dict(source.meta)
-        origin = facts.get(node, Origin) or Origin()
-        facts.put(made, Origin(origin.module, origin.file, origin.line, NAME))
-        converted[source] = made
-        last.add(made)
-    node.replace_input_with(source, converted[source])
-
-
-def _keeps(node: fx.Node, last: set[fx.Node]) -> bool:
-    """Whether a node's result is in channels-last because its inputs are."""
+def _kept(node: fx.Node, places: dict[fx.Node, int]) -> int | None:
+    """How many dims a node's result has behind its channels, where it lies with them last because its inputs do."""
     value = facts.get(node, Value)
-    if value is None or len(value.shape) not in (4, 5) or node.op not in ("call_function", "call_method"):
-        return False
-    if splits_time(node) or node.target in _NORMS or isinstance(node.target, FusedNeuron):
-        return node.args[0] in last
-    if node.target in _KEEPING_COLLECTIVES:
-        return node.args[0] in last
+    if value is None or node.op not in ("call_function", "call_method"):
+        return None
+    first: Any = node.args[0] if node.args else None
+    if splits_time(node) or node.target in (*_NORMS, *_KEEPING_COLLECTIVES) or isinstance(node.target, FusedNeuron):
+        return places.get(first)
+    if kind_of(node) == "view":
+        return _places_of_view(node, value, places)
     if kind_of(node) in ("elementwise", "pool", "join") or isinstance(node.target, Surrogate):
-        return _all_last(node, value, last)
-    return False
+        return _places_of_all(node, value, places)
+    return None
 
 
-def _all_last(node: fx.Node, value: Value, last: set[fx.Node]) -> bool:
-    """Whether every input that is as large as the result lies so, and there is one; a smaller one is broadcast."""
+def _places_of_view(node: fx.Node, value: Value, places: dict[fx.Node, int]) -> int | None:
+    """A view that merges or splits the places only, or puts a height of one before them or takes it away."""
+    source: Any = node.args[0]
+    given = facts.get(source, Value) if source in places else None
+    if given is None:
+        return None
+    channel = len(given.shape) - 1 - places[source]
+    behind = len(value.shape) - 1 - channel
+    return behind if behind > 0 and value.shape[: channel + 1] == given.shape[: channel + 1] else None
+
+
+def _places_of_all(node: fx.Node, value: Value, places: dict[fx.Node, int]) -> int | None:
+    """Those of every input that is as large as the result, if there is one and they agree; a smaller one is broadcast.
+
+    Pooling and joining give images with their channels last, and sequences contiguous."""
     pooled = kind_of(node) in ("pool", "join")
-    whole = [
-        item
+    found = {
+        places.get(item)
         for item in node.all_input_nodes
         if (own := facts.get(item, Value)) is not None
         and (len(own.shape) == len(value.shape) if pooled else own.shape == value.shape)
-    ]
-    return bool(whole) and all(item in last for item in whole)
+    }
+    only = found.pop() if len(found) == 1 else None
+    return None if pooled and only != 2 else only

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snnpart import frameworks
 from snnpart.compilation import Options, compile_program
@@ -38,9 +39,47 @@ class Twice(Images):
         return self.head(self.second(y).mean((2, 3)))  # type: ignore[no-any-return]
 
 
+class Sequences(nn.Module):
+    """[N, 3, 12, 12] -> [N, 4]: image convolutions, whose places become a sequence for 1d ones, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm1d(6)
+        self.point, self.wide = nn.Conv1d(6, 6, 1), nn.Conv1d(6, 6, 3, padding="same", dilation=2)
+        self.paired, self.head = nn.Conv1d(6, 8, 2, stride=2, groups=2), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x)).flatten(2)
+        y = y + torch.relu(self.norm(self.point(y))) + self.wide(y)
+        y = self.paired(y).unflatten(2, (6, 12))
+        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Mixed(Sequences):
+    """A product over places gives a sequence that lies otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x)).flatten(2)
+        y = y @ torch.ones(144, 144, dtype=y.dtype)
+        return self.head(self.paired(self.point(y) + self.wide(y)).mean(2))  # type: ignore[no-any-return]
+
+
 def compiled(model: nn.Module, **options: Any) -> CompiledProgram:
     given: dict[str, Any] = {"verify": "off", "channels_last": True, **options}
     return compile_program(model, torch.rand(2, 3, 12, 12), Options(**given))[0]
+
+
+class ConvolutionInputs(TorchDispatchMode):
+    """Notes the shape of what every convolution reads, and whether it lies with its channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self.found.append((args[0].dim(), args[0].is_contiguous(memory_format=torch.channels_last)))
+        return func(*args, **(kwargs or {}))
 
 
 def conversions(graph: fx.Graph) -> list[fx.Node]:
@@ -71,6 +110,18 @@ def test_layouts_change_where_the_graph_says_and_nowhere_else(make: type[Images]
     assert len(changes.found) == entries
 
 
+@pytest.mark.parametrize(("make", "entries"), [(Sequences, 1), (Mixed, 2)])
+def test_sequences_lie_as_images_do(make: type[Sequences], entries: int) -> None:
+    program = compiled(make())
+    graph = program.stages[0, 0].graph
+    assert len(conversions(graph)) == entries
+    body = body_of(program)
+    body.training = True
+    with ConvolutionInputs() as convolutions:
+        body.bind(graph)(torch.rand(2, 3, 12, 12))
+    assert convolutions.found == [(4, True)] * 4
+
+
 @pytest.mark.parametrize("dp", ["ddp", "fsdp2"])
 def test_convolutions_weights_lie_so_too(dp: str) -> None:
     parts = {part.name: part.channels_last for part in compiled(Images(), dp=dp).stages[0, 0].tensors}
@@ -81,9 +132,10 @@ def test_a_plan_that_does_not_say_so_changes_nothing() -> None:
     assert conversions(compiled(Images(), channels_last=None).stages[0, 0].graph) == []
 
 
+@pytest.mark.parametrize("make", [Images, Sequences, Mixed])
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}])
-def test_the_program_computes_what_the_module_computes(options: dict[str, Any]) -> None:
+def test_the_program_computes_what_the_module_computes(make: type[nn.Module], options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 3, 12, 12, dtype=torch.float64)
-    _, report = compile_program(Images().double(), x, Options(channels_last=True, **options))
+    _, report = compile_program(make().double(), x, Options(channels_last=True, **options))
     assert report is not None
