@@ -16,7 +16,7 @@ from tests.zoo import ZOO
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-NETWORKS = ("small_sew-m", "snntorch_leaky", "handwritten_lif", "unet", "recurrent")
+NETWORKS = ("small_sew-m", "snntorch_leaky", "handwritten_lif", "unet", "recurrent", "spikformer", "qkformer")
 
 
 def squared(output: Any, target: Tensor) -> Tensor:
@@ -45,13 +45,13 @@ def layouts(name: str) -> tuple[str, ...]:
     return tuple("".join(letter.get(dim, "C") for dim in range(len(shape))) for shape in model.shapes)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["layers", "kernels"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_from_the_cpu_trains_on_the_gpu_as_the_module_does(name: str) -> None:
+def test_a_network_from_the_cpu_trains_on_the_gpu_as_the_module_does(name: str, kernels: bool) -> None:
     pytest.importorskip(ZOO[name].needs)
     module, inputs = ZOO[name].build()
-    program = parallelize(
-        module, example_inputs=inputs, input_layout=layouts(name), time_steps=ZOO[name].steps, verify="trace"
-    )
+    how: dict[str, Any] = {"input_layout": layouts(name), "time_steps": ZOO[name].steps, "verify": "trace"}
+    program = parallelize(module, example_inputs=inputs, fuse=kernels, channels_last=kernels, **how)
     on_gpu = tuple(x.cuda() for x in inputs)
     reference = copy.deepcopy(module).cuda()
     target = torch.ones(inputs[0].shape[ZOO[name].in_dims], dtype=inputs[0].dtype, device="cuda")
