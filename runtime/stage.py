@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from snnpart import frameworks, ops
+from snnpart import frameworks, ops, ops_pool
 from snnpart.effects import writes_buffer
 from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
@@ -33,6 +33,7 @@ from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.compiled import compiled, leave_alone, left_alone
 from snnpart.runtime.kernels import bits as kernel_bits
 from snnpart.runtime.kernels.fused_neuron import Fused
+from snnpart.runtime.kernels.max_pool import max_pool2d
 from snnpart.runtime.localise import cut_reads, localise
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.split_backward import views_for_readers
@@ -71,11 +72,12 @@ class StageModule(Body):
     """Whether states are rounded as `neuron_dtype` says: not while the program is compared with the user's module."""
 
     def bound(self, target: Any) -> Any:
-        """A fused neuron runs as a kernel on a GPU, and so does the packing of bits."""
+        """A fused neuron runs as a kernel on a GPU, and so do a pooling that keeps codes and the packing of bits."""
         if isinstance(target, PackedInput):
             return replace(target, pack=kernel_bits.pack, unpack=kernel_bits.unpack)
         bound = super().bound(target)
         found = Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
+        found = max_pool2d if target is ops_pool.max_pool2d else found
         return left_alone(found) if self.compiles else found
 
     def bind(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:

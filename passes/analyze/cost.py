@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from snnpart import facts
+from snnpart import facts, ops_pool
 from snnpart.bits import packed_bytes
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.facts import Cost, Value, Values
@@ -239,6 +239,8 @@ def own_saved(node: fx.Node, value: Value) -> float:
         return float(value.numel)
     if kinds.kind_of(node) == "leaf":
         return _NEURON_STEP_SAVES * float(value.bytes)
+    if node.target is ops_pool.max_pool2d:
+        return float(value.numel)
     return 8.0 * value.numel * name.startswith("max_pool")
 
 
@@ -250,6 +252,8 @@ def kept_values(node: fx.Node) -> tuple[fx.Node, ...]:
         keeps = [node.args[input_place(node.target)]]  # type: ignore[list-item]
     elif isinstance(node.target, PackedInput):
         keeps = kinds.tensor_inputs(node)[1:]
+    elif node.target is ops_pool.max_pool2d:
+        keeps = []
     elif name in _SAVES_RESULT:
         keeps = [node]
     elif kinds.kind_of(node) in _SAVES_INPUT or name in _SAVES_BOTH:

@@ -13,6 +13,7 @@ from snnpart.passes.rewrite.channels_last import channels_last
 from snnpart.passes.rewrite.fold_norms import fold_norms
 from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
 from snnpart.passes.rewrite.pack_saved import pack_saved
+from snnpart.passes.rewrite.pool_codes import pool_codes
 from snnpart.plan import Plan
 
 
@@ -44,7 +45,7 @@ class Kernels:
         return "measured" if self.plan.fuse == "auto" and apart else "kernel"
 
     def prepare(self, graphs: Sequence[fx.Graph]) -> tuple[fx.Graph | None, ...]:
-        """Fuse neurons, lay images out and have spikes kept as bits as the plan says, in place.
+        """Fuse neurons, lay images out, and have places and spikes kept as bits, as the plan says, in place.
 
         Returns:
             the graphs of evaluations, where they are others than those of training.
@@ -58,6 +59,7 @@ class Kernels:
         for graph in (*graphs, *filter(None, evaluations)):
             if self.plan.channels_last:
                 self.weights |= channels_last(graph)
+                pool_codes(graph)
         for graph in graphs if self.plan.saved == "packed" else ():
             pack_saved(graph)
         return tuple(evaluations)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from snnpart import schedules
+from snnpart import ops_pool, schedules
 from snnpart.errors import LaunchError
 from tests.distributed.cases import CASES
 from tests.distributed.compiled import compile_case
@@ -34,6 +34,16 @@ def test_skips_and_uneven_microbatches_on_two_ranks(pool: Pool, schedule: str, m
 )
 def test_batch_norm_and_two_updates(pool: Pool, schedule: str, ranks: int, how: dict[str, Any]) -> None:
     check(pool, "norms", ranks, {**how, "schedule": schedule, "microbatches": 2}, learn=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_poolings_that_keep_codes(pool: Pool, schedule: str) -> None:
+    """Also where backward comes in halves; the microbatches have two samples."""
+    how = {"pp": 2, "schedule": schedule, "microbatches": 4, "channels_last": True}
+    program = compile_case(CASES["narrow"], **how)
+    targets = [node.target for stage in program.stages.values() for node in stage.graph.nodes]
+    assert targets.count(ops_pool.max_pool2d) == 1
+    check(pool, "narrow", 2, how, learn=True)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
