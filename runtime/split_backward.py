@@ -69,15 +69,16 @@ class Halves:
     def weights(self, whole: Backward) -> None:
         """Accumulate the gradients of the parameters."""
         if self._graph is not None:
-            summed = self._at_the_weights(self._graph)
+            summed = self._at_the_weights(self._graph, whole)
             if summed:
                 whole([GradientEdge(*edge) for edge in summed], list(summed.values()))
         elif self.roots:
             whole(self.roots, self.grads)
         self.roots, self._graph, self._kept = (), None, {}
 
-    def _at_the_weights(self, graph: _Graph) -> dict[Edge, Tensor | None]:
-        """The gradients that arrive on the weights' side, over all gates and the roots that lie there themselves."""
+    def _at_the_weights(self, graph: _Graph, whole: Backward) -> dict[Edge, Tensor | None]:
+        """The gradients that arrive on the weights' side, over all gates and the roots that lie there themselves; those
+        of parameters that a gate reads itself are accumulated at once, so that they are not all there together."""
         summed: dict[Edge, Tensor | None] = {}
         for root, grad in zip(self.roots, self.grads, strict=True):
             edge = get_gradient_edge(root)
@@ -85,18 +86,27 @@ class Halves:
                 at = (edge.node, edge.output_nr)
                 _add(summed, at, torch.ones_like(root) if grad is None else grad)
         for gate in graph.gates:
-            arriving = [(i, grad) for i, grad in enumerate(self._kept.get(gate, ())) if grad is not None]
-            below = [edge for edge in dict.fromkeys(gate.next_functions) if edge[0] in graph.weights_only]
-            if arriving:
-                found = torch.autograd.grad(
-                    [GradientEdge(gate, i) for i, _ in arriving],
-                    [GradientEdge(*edge) for edge in below],
-                    [grad for _, grad in arriving],
-                    allow_unused=True,
-                )
-                for edge, grad in zip(below, found, strict=True):
-                    _add(summed, edge, grad)
+            found = self._below(gate, graph)
+            own = {edge: grad for edge, grad in found.items() if hasattr(edge[0], "variable") and grad is not None}
+            if own:
+                whole([GradientEdge(*edge) for edge in own], list(own.values()))
+            for edge, grad in found.items():
+                _add(summed, edge, None if edge in own else grad)
         return summed
+
+    def _below(self, gate: Any, graph: _Graph) -> dict[Edge, Tensor | None]:
+        """The gradients one step down from a gate, on the weights' side; what was kept for it goes."""
+        arriving = [(i, grad) for i, grad in enumerate(self._kept.pop(gate, ())) if grad is not None]
+        below = [edge for edge in dict.fromkeys(gate.next_functions) if edge[0] in graph.weights_only]
+        if not arriving:
+            return {}
+        found = torch.autograd.grad(
+            [GradientEdge(gate, i) for i, _ in arriving],
+            [GradientEdge(*edge) for edge in below],
+            [grad for _, grad in arriving],
+            allow_unused=True,
+        )
+        return dict(zip(below, found, strict=True))
 
 
 def _add(summed: dict[Edge, Tensor | None], edge: Edge, grad: Tensor | None) -> None:

@@ -69,7 +69,8 @@ class MachineProfile:
     element-wise kernel, `launch_us` the fixed time of one kernel, `links` the link of each mesh axis. `kernels`:
     microseconds of forward and backward of single operations as they were measured (`snnpart.measure`), by their text;
     `scales`: how many times longer than by the roofline operations of a kind took, forward and backward. `cache`: bytes
-    of the last-level cache where it decides how much is computed in one call (0: launches decide).
+    of the last-level cache where it decides how much is computed in one call (0: launches decide). `workspace`: bytes
+    that the library of matrix products keeps once it has run forward and backward.
     """
 
     name: str
@@ -80,6 +81,7 @@ class MachineProfile:
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cache: float = 0.0
+    workspace: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -185,8 +187,10 @@ H200 = MachineProfile(
     flops={"float32": 4e14, "float64": 5e13, "bfloat16": 7e14, "float16": 7e14},
     copy=4e12,
     launch_us=4.0,
+    workspace=2 * 2.0**25,
     links={"tp": Link(3e11, 12.0), "pp": Link(3e11, 12.0), "dp": Link(3e11, 12.0)},
-    source="70-80 % of the H200 SXM data sheet: 989 Tflop/s bf16, 495 tf32, 67 f64, 4.8 TB/s, NVLink 450 GB/s each way",
+    source="70-80 % of the H200 SXM data sheet: 989 Tflop/s bf16, 495 tf32, 67 f64, 4.8 TB/s, NVLink 450 GB/s each way;"
+    " workspace: torch gives cuBLAS 32 MiB in each thread that calls it (CUBLAS_WORKSPACE_CONFIG)",
 )
 
 BUILT_IN: Mapping[str, MachineProfile] = {profile.name: profile for profile in (CPU, H200)}
@@ -248,6 +252,7 @@ def measure_profile(device: str | torch.device = "cpu") -> MachineProfile:
         launch_us=1e6 * _seconds(lambda: small + 1, device),
         links=known.links,
         cache=0.0 if device.type == "cuda" else _last_level_cache(known.cache),
+        workspace=known.workspace,
         source=f"measured with torch {torch.__version__}; links of the built-in profile '{known.name}'",
     )
 

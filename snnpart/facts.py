@@ -153,6 +153,22 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class LeafMemory:
+    """What a call of a layer that is kept whole holds, in bytes for each byte of its result.
+
+    `own` is made in forward for backward alone, `state` goes when the layer is reset. `forward` and `backward` are the
+    most beyond what is kept, the result and the gradients, while the layer runs. `keeps_input`: backward needs the
+    input too.
+    """
+
+    own: float = 2.0
+    state: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    keeps_input: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The node belongs to occurrence `index` of the repeated block `name`, at place `position` in it."""
 

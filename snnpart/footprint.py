@@ -5,7 +5,12 @@
                are in flight on the stage
 
 A rank with several stages holds the tensors of all; of saved values the most that are there at one time, which its
-order of actions says. Not in it: temporaries, workspaces of libraries, the batch itself, and what the framework takes.
+order of actions says. That is `total`, which the cut is made by.
+
+`peak` goes through the rank's actions one by one: there are no gradients before the first backward, each action needs
+more than it leaves, the first half of a backward leaves gradients for the second, a step of the optimizer needs a value
+for each number it trains (torch's own on a GPU, several tensors at once), and a library keeps memory for its products.
+Not in it: what kernels take for a moment, the batch itself, and what the framework takes outside its tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +34,12 @@ class Acts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one stage on one rank. `saved` is of the largest microbatch, `in_flight` their number."""
+    """Bytes of one stage on one rank. `saved` is of the largest microbatch, `in_flight` their number.
+
+    Of the largest microbatch too: the most beyond what is saved in `forward`, in `backward` and in its first half
+    (`inputs`), and the gradients that this one keeps for the second (`gates`). `largest`: the largest gradient of a
+    parameter. `workspace`: what a library keeps for the stage's products.
+    """
 
     parameters: int = 0
     gradients: int = 0
@@ -37,6 +47,12 @@ class Footprint:
     buffers: int = 0
     saved: int = 0
     in_flight: int = 0
+    forward: int = 0
+    backward: int = 0
+    inputs: int = 0
+    gates: int = 0
+    largest: int = 0
+    workspace: int = 0
 
     @property
     def tensors(self) -> int:
@@ -51,13 +67,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class RankFootprint:
-    """The same for all stages of a rank; `saved` is the most that their microbatches hold at one time."""
+    """The same for all stages of a rank; `saved` is the most that their microbatches hold at one time, `peak` the most
+    of everything at one time."""
 
     parameters: int
     gradients: int
     optimizer: int
     buffers: int
     saved: int
+    peak: int
 
     @property
     def total(self) -> int:
@@ -76,7 +94,39 @@ def of_rank(actions: Sequence[Acts], stages: Mapping[int, Footprint]) -> RankFoo
             (sum(stages[s].saved * n for s, n in held.items()) for held in held_together(actions)),
             default=0,
         ),
+        peak=_peak(actions, stages),
     )
+
+
+def _peak(actions: Sequence[Acts], stages: Mapping[int, Footprint]) -> int:
+    """The most that a rank holds at one time of a step."""
+    learned = sum(stage.gradients for stage in stages.values())
+    now = sum(stage.tensors for stage in stages.values()) - learned + max(s.workspace for s in stages.values())
+    most = now + 2 * learned  # the optimizer's step
+    begun: set[int] = set()
+    for action in actions:
+        stage = stages[action.stage]
+        grads = 0 if action.stage in begun or action.kind in "FI" else stage.gradients
+        most = max(most, now + _while(action.kind, stage, grads))
+        now += _left(action.kind, stage) + grads
+        begun.update([action.stage] if action.kind in "BW" else [])
+    return most
+
+
+def _while(kind: str, stage: Footprint, grads: int) -> int:
+    """Bytes beyond those before an action while it runs. `grads`: the gradients it makes, else it adds to others."""
+    made = grads or stage.largest
+    return {
+        "F": stage.saved + stage.forward,
+        "B": max(stage.backward, made),
+        "I": stage.inputs,
+        "W": made if stage.gates else max(stage.backward, made),
+    }[kind]
+
+
+def _left(kind: str, stage: Footprint) -> int:
+    """Bytes that an action leaves, or gives back."""
+    return {"F": stage.saved, "B": -stage.saved, "I": stage.gates, "W": -stage.saved - stage.gates}[kind]
 
 
 def held_together(actions: Iterable[Acts]) -> list[dict[int, int]]:

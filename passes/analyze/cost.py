@@ -20,7 +20,7 @@ from torch import fx
 from snnpart import facts, ops_pool
 from snnpart.bits import packed_bytes
 from snnpart.costs import MachineProfile, default_profile
-from snnpart.facts import Cost, Value, Values
+from snnpart.facts import Cost, LeafMemory, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.ops_fused import FusedNeuron, input_place
@@ -28,14 +28,13 @@ from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
 from snnpart.passes.analyze.kinds import first_value, name_of, value_of
+from snnpart.passes.analyze.leaf_memory import put_leaf_memory
 
-_SAVES_INPUT = frozenset({"conv", "linear", "matmul", "norm", "surrogate", "leaf", "pool"})
+_SAVES_INPUT = frozenset({"conv", "linear", "matmul", "norm", "surrogate", "pool"})
 _SAVES_BOTH = frozenset({"mul", "div", "pow", "maximum", "minimum", "where"})
 _SAVES_RESULT = frozenset({"relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal", "softmax", "log_softmax"})
 _SAVES_MASK = frozenset({"dropout", "clamp", "abs", "hardtanh", "relu6"})
 _ALIASES = kinds.VIEWS | {"grad_all_reduce"}
-_NEURON_STEP_SAVES = 2
-"""Values of the input's size that a neuron keeps for each step: membrane before and after the spike."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class AnalyzeCost:
 
     name: ClassVar[str] = "analyze-cost"
     reads: ClassVar[tuple[type, ...]] = (Value,)
-    writes: ClassVar[tuple[type, ...]] = (Cost,)
+    writes: ClassVar[tuple[type, ...]] = (Cost, LeafMemory)
     tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
 
     profile: MachineProfile | None = None
@@ -53,6 +52,7 @@ class AnalyzeCost:
         profile = self.profile or default_profile()
         weights = _leaf_weights(graph)
         kept: set[fx.Node] = set()
+        put_leaf_memory(graph)
         for node in graph.graph.nodes:
             value = first_value(node)
             if node.op != "output" and value is not None:
@@ -238,10 +238,15 @@ def own_saved(node: fx.Node, value: Value) -> float:
     if name in _SAVES_MASK:
         return float(value.numel)
     if kinds.kind_of(node) == "leaf":
-        return _NEURON_STEP_SAVES * float(value.bytes)
+        return memory_of_leaf(node).own * value.bytes
     if node.target is ops_pool.max_pool2d:
         return float(value.numel)
     return 8.0 * value.numel * name.startswith("max_pool")
+
+
+def memory_of_leaf(node: fx.Node) -> LeafMemory:
+    """What the call of a layer holds, as it was found, or as most neurons do."""
+    return facts.get(node, LeafMemory) or LeafMemory()
 
 
 def kept_values(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -256,6 +261,8 @@ def kept_values(node: fx.Node) -> tuple[fx.Node, ...]:
         keeps = []
     elif name in _SAVES_RESULT:
         keeps = [node]
+    elif kinds.kind_of(node) == "leaf":
+        keeps = kinds.tensor_inputs(node) if memory_of_leaf(node).keeps_input else []
     elif kinds.kind_of(node) in _SAVES_INPUT or name in _SAVES_BOTH:
         keeps = kinds.tensor_inputs(node)
     found = dict.fromkeys(storage(item) for item in keeps if name not in _SAVES_MASK)

@@ -15,17 +15,16 @@ from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Sharded
 from snnpart.footprint import MOMENTS, Footprint, largest_part
-from snnpart.graph import SpikeGraph, TensorInfo, output_node
-from snnpart.ops_time import Loop
+from snnpart.graph import SpikeGraph, TensorInfo
 from snnpart.orders import Schedule, in_flight, make_schedule
-from snnpart.passes.analyze.cost import kept_values, own_saved, storage
-from snnpart.passes.analyze.kinds import first_value
+from snnpart.passes.analyze.kinds import kind_of
 from snnpart.passes.decide.placement import apply_shards
 from snnpart.passes.decide.stages import apply_stages, lookup
 from snnpart.passes.decide.tied import MADE_BY
 from snnpart.passes.lower.cut_stages import StageGraph, cut_stages
 from snnpart.passes.lower.kernels import Kernels
 from snnpart.passes.lower.rounds import take_rounds
+from snnpart.passes.lower.stage_memory import stage_memory
 from snnpart.passes.lower.units import with_units
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
 from snnpart.plan import Plan
@@ -60,7 +59,7 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
             slices = tuple(
                 _slice(source.tensors[name], tensors.get(name), rank, kernels, holders.get(name, ())) for name in names
             )
-            program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank))
+            program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank), profile)
             programs[stage, rank] = replace(program, evaluation=evaluations[same][stage])
     notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
     stages = with_units(take_rounds(programs, plan), plan)
@@ -108,6 +107,7 @@ def _program(
     slices: tuple[TensorSlice, ...],
     schedule: Schedule,
     at: tuple[int, int],
+    profile: MachineProfile,
 ) -> StageProgram:
     costs = [cost for node in cut.graph.nodes if (cost := facts.get(node, Cost)) is not None]
     held = in_flight(schedule[plan.rank_of(at[0])], at[0])
@@ -123,39 +123,31 @@ def _program(
         leaves={path: source.leaves[path] for path in cut.leaves},
         forward_us=sum(cost.forward_us for cost in costs),
         backward_us=sum(cost.backward_us for cost in costs),
-        footprint=_footprint(cut, slices, largest_part(source.batch, plan.microbatches), held),
+        footprint=_footprint(cut, slices, largest_part(source.batch, plan.microbatches), held, profile),
     )
 
 
-def _footprint(cut: StageGraph, slices: tuple[TensorSlice, ...], part: float, held: int) -> Footprint:
+def _footprint(
+    cut: StageGraph, slices: tuple[TensorSlice, ...], part: float, held: int, profile: MachineProfile
+) -> Footprint:
     """`part` of the example batch is in the largest microbatch, `held` of them are in flight."""
-    trained = sum(_bytes(item) for item in slices if item.requires_grad and item.has_gradient)
+    trained = [_bytes(item) for item in slices if item.requires_grad and item.has_gradient]
     parameters = sum(_bytes(item) for item in slices if item.kind == "parameter" or item.requires_grad)
+    memory = stage_memory(cut)
     return Footprint(
         parameters=parameters,
-        gradients=trained,
-        optimizer=MOMENTS * trained,
+        gradients=sum(trained),
+        optimizer=MOMENTS * sum(trained),
         buffers=sum(_bytes(item) for item in slices) - parameters,
-        saved=int(saved_bytes(cut) * part),
+        saved=int(memory.saved * part),
         in_flight=held,
+        forward=int(memory.forward * part),
+        backward=int(memory.backward * part),
+        inputs=int(memory.inputs * part),
+        gates=int(memory.gates * part),
+        largest=max(trained, default=0),
+        workspace=int(profile.workspace) * any(kind_of(node) in ("linear", "matmul") for node in cut.graph.nodes),
     )
-
-
-def saved_bytes(cut: StageGraph) -> float:
-    """What a stage keeps of the whole example batch from forward to backward: what it received and sends, and what
-    autograd saves, each memory once."""
-    received = {port.name for port in cut.receives}
-    inputs = {node for node in cut.graph.nodes if node.op == "placeholder" and node.name not in received}
-    kept = {node for node in cut.graph.nodes if node.op == "placeholder" and node.name in received}
-    kept |= {storage(node) for node in output_node(cut.graph).all_input_nodes if cut.sends}
-    own = 0.0
-    for node in cut.graph.nodes:
-        cost, value = facts.get(node, Cost), first_value(node)
-        if cost is not None and value is not None and cost.backward_us:
-            inside = isinstance(node.target, Loop)
-            own += cost.saved if inside else own_saved(node, value)
-            kept.update(() if inside else kept_values(node))
-    return own + sum(value.bytes for node in kept - inputs if (value := first_value(node)) is not None)
 
 
 def _bytes(item: TensorSlice) -> int:

@@ -68,7 +68,7 @@ class StageRow:
 class MemoryRow:
     """What a pipeline rank holds in a training step (the largest tp rank), in bytes: tensors, the two moments an
     optimizer such as Adam keeps, and the most that microbatches in flight keep for backward at one time. `limit` is
-    what `memory=` allows."""
+    what `memory=` allows, `peak` the most at one time of a step, with what runs needs for a while."""
 
     rank: int
     stages: tuple[int, ...]
@@ -78,6 +78,7 @@ class MemoryRow:
     buffers: int
     saved: int
     total: int
+    peak: int
     limit: int | None
 
 

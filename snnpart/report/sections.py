@@ -93,12 +93,13 @@ def _stages(report: Report) -> list[Section]:
 
 
 def _memory(report: Report) -> list[Section]:
-    columns = (">rank", "stages", ">parameters", ">gradients", ">optimizer", ">buffers", ">saved", ">in all", ">limit")
+    tensors = (">parameters", ">gradients", ">optimizer", ">buffers")
+    columns = (">rank", "stages", *tensors, ">saved", ">in all", ">peak", ">limit")
     rows = [
         (
             m.rank,
             ", ".join(map(str, m.stages)),
-            *map(size, (m.parameters, m.gradients, m.optimizer, m.buffers, m.saved, m.total)),
+            *map(size, (m.parameters, m.gradients, m.optimizer, m.buffers, m.saved, m.total, m.peak)),
             size(m.limit) if m.limit else "",
         )
         for m in report.memory

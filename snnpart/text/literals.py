@@ -27,8 +27,8 @@ _CONSTANT_TYPES = (torch.dtype, torch.memory_format, torch.layout)
 FACTS = {
     kind.__name__: kind
     for kind in (
-        facts.State, facts.TimeRole, facts.Domain, facts.Cost, facts.Block, facts.Replicated, facts.Sharded,
-        facts.Partial, facts.Placement, facts.Stage, facts.Copy, facts.Checkpoint, facts.Gathers,
+        facts.State, facts.TimeRole, facts.Domain, facts.Cost, facts.LeafMemory, facts.Block, facts.Replicated,
+        facts.Sharded, facts.Partial, facts.Placement, facts.Stage, facts.Copy, facts.Checkpoint, facts.Gathers,
     )
 }  # fmt: skip
 

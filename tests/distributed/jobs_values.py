@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from snnpart.api import parallelize
+from snnpart.live_bytes import LiveBytes
 from tests.distributed.cases import LIF, det
 
 
@@ -117,44 +115,13 @@ def lazy(meta: bool) -> dict[str, Any]:
     return result
 
 
-class Bytes(TorchDispatchMode):
-    """Counts the bytes of all living tensors made inside the block, and their peak; not what a file is mapped to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
-            new = isinstance(x, Tensor) and not x.is_meta and x.untyped_storage()._cdata not in given
-            if new and func is not torch.ops.aten.set_.source_Storage_storage_offset:
-                self._add(x.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            size = storage.nbytes()
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 def peak(folder: str, source: str) -> dict[str, int]:
     """Bytes of a rank's slices, and the most that it held while it launched."""
     torch.manual_seed(1)
     model = blank(wide)
     whole = sum(p.numel() * 8 for p in model.parameters())
     program = parallelize(model, example_inputs=torch.zeros(2, 128, dtype=torch.float64), tp=2)
-    with Bytes() as counter:
+    with LiveBytes() as counter:
         running = program.launch(**({} if source == "reset" else {"values": str(Path(folder, "wide.pt"))}))
     own = sum(p.numel() * 8 for p in running.parameters())
     running.close()

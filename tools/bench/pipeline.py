@@ -196,14 +196,15 @@ def bubble_rows(label: str, said: float, steps: Sequence[float]) -> Iterator[Row
 
 
 def memory(device: str, names: Sequence[str]) -> Iterator[Row]:
-    """Peak bytes of each of two ranks by schedule: SEW-ResNet34 at 128 x 128, batch 32."""
-    for name in names:
-        label = f"sew_resnet34 pp=2 {name} G=32"
+    """Peak bytes of each of two ranks by schedule: SEW-ResNet34 at 128 x 128, batch 32, its neurons as the framework
+    runs them and fused."""
+    for name, fused in itertools.product(names, (False, True)):
+        label = f"sew_resnet34 pp=2 {name}{' fused' if fused else ''} G=32"
         if device == "cpu":
             command = "needs two GPUs: python tools/bench/pipeline.py --only memory --device cuda"
             yield row(label, "peak memory measured", "B", None, command)
             continue
-        for rank, times in enumerate(run_ranks(Job("large", 2, name, MICROBATCHES, device))):
+        for rank, times in enumerate(run_ranks(Job("large", 2, name, MICROBATCHES, device, fused=fused))):
             off = times.peak / times.predicted_bytes - 1
             note = f"{off:+.1%} of the predicted, limit {MEMORY:.0%}"
             yield row(f"{label} rank {rank}", "peak memory predicted", "B", times.predicted_bytes)

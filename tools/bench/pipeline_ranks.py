@@ -52,6 +52,7 @@ class Job:
     device: str = "cpu"
     split_at: tuple[str, ...] | None = None
     profile: str | None = None
+    fused: bool = False
 
     def options(self) -> dict[str, Any]:
         """Arguments of `parallelize`."""
@@ -59,6 +60,7 @@ class Job:
         return {
             "pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches, "split_at": self.split_at,
             "profile": profile, "input_layout": KINDS[self.net].layout, "verify": "off",
+            **({"fuse": True, "channels_last": True} if self.fused else {}),
         }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def _rank(rank: int, job: Job, port: int, folder: str) -> None:
         notes.begin()
         running.train_step(x, y, KINDS[job.net].loss)
     peak = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
-    found = notes.result(peak, program.compiled.footprint(rank, 0).total + x.nbytes + y.nbytes)
+    found = notes.result(peak, program.compiled.footprint(rank, 0).peak + x.nbytes + y.nbytes)
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))
     running.close()
 
