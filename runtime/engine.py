@@ -120,7 +120,8 @@ class Engine:
     def start(self, training: bool) -> None:
         """Common start of every pass: the mode, and dp rank 0's buffers everywhere."""
         self.stage.module.train(training)
-        broadcast_buffers(self.stage, self.ranks.axes["dp"])
+        with self.heartbeat.guard("agreeing on buffers", self.stage.place, shared=True):
+            broadcast_buffers(self.stage, self.ranks.axes["dp"])
         self.stale = training
 
     def pipeline(self, parts: Sequence[Part], loss: Callable[..., Tensor] | None = None) -> Pipeline:
@@ -183,7 +184,9 @@ class Engine:
 
     def same_everywhere(self, loss: float | Tensor) -> Tensor:
         """The sum over dp of the last stages' numbers, bit-equal on all ranks. The host waits for the number."""
-        (total,) = self.ranks.sum([float(loss) if self.has_loss else 0.0])
+        mine = float(loss) if self.has_loss else 0.0
+        with self.heartbeat.guard("agreeing on the loss", self.stage.place, shared=True):
+            (total,) = self.ranks.sum([mine])
         return torch.tensor(total, dtype=torch.float64)
 
 

@@ -31,6 +31,7 @@ from snnpart.runtime.captures import Captures, StaticPass
 from snnpart.runtime.engine import Engine, LossFn
 from snnpart.runtime.evaluation import evaluate, judged
 from snnpart.runtime.feeds import kind_of
+from snnpart.runtime.heartbeat import DEVICE
 from snnpart.runtime.losses import MEAN, Reduction
 from snnpart.runtime.static_forward import StaticForward
 from snnpart.runtime.static_step import StaticStep
@@ -196,7 +197,7 @@ class Execution:
         while len(self._flights) > left:
             flight = self._flights.popleft()
             if flight.done is not None:
-                with self._engine.heartbeat.within("waiting for the device, in a captured step"):
+                with self._engine.heartbeat.within(f"{DEVICE}, in a captured step"):
                     flight.done.synchronize()
             try:
                 _check(flight, self._engine.precision.scale is not None)

@@ -5,9 +5,14 @@ and for how long. Nothing here is part of a step, no process group is used, and 
 it also sees what NCCL's watchdog does not.
 
 When communication fails (a connection breaks, a wait takes longer than the timeout) the error is built from these
-records: the rank that failed first, stopped answering, or is longest in an operation that waits for nobody. A main
-thread that is still in one operation well after the timeout (in a loss that never ends, in a replayed graph) cannot be
-woken; its own thread then writes the reason to stderr and ends the process, as NCCL's watchdog would.
+records: the rank that failed first, stopped answering, or is longest in an operation that waits for nobody.
+
+A rank that raises in a step says so in the store. Another one that waits for it in vain is woken by its own thread,
+which breaks the groups off (`Ranks.hang_up`), so that the wait ends in that error within seconds. A rank that raises
+by itself, or is in no step, is left alone: who catches the same error on all ranks may go on and launch again.
+
+A main thread that is still in one operation well after the timeout (in a loss that never ends, in a replayed graph)
+cannot be woken; its own thread then writes the reason to stderr and ends the process, as NCCL's watchdog would.
 """
 
 from __future__ import annotations
@@ -30,10 +35,15 @@ from snnpart.runtime.ranks import Ranks
 
 WAITS = ("receiving", "sending", "agreeing", "reducing")
 """First words of operations in which a rank may wait for another."""
+DEVICE = "waiting for the device"
+"""First words of an operation that waits for a GPU."""
 GRACE = 1.5
 """A process is ended after this many timeouts in one operation."""
 MISSED = 4
 """Beats that a rank may miss."""
+DOOMED = 30.0
+"""Seconds that a rank may wait for its device where another has failed: a kernel that waits for a message that never
+comes cannot be woken."""
 HELD_UP = 2.0
 """Seconds for which a busy machine may hold a thread up."""
 
@@ -58,6 +68,7 @@ class Heartbeat:
         self._seen = {rank: _Seen() for rank in range(ranks.mesh.size) if rank != ranks.rank}
         self._stop, self._end = threading.Event(), end or _end
         self._store: dist.TCPStore | None = None
+        self._in_vain: float | None = None
         if ranks.mesh.size > 1:
             self._store = self._connect()
             self._thread = threading.Thread(target=self._beat, name="snnpart-heartbeat", daemon=True)
@@ -162,10 +173,11 @@ class Heartbeat:
             try:
                 if not lost:
                     self._exchange()
+                    self._wake()
             except RuntimeError:
                 lost = True  # rank 0 is gone, and will be seen to be silent
             inside = time.monotonic() - self._since if self._operation else 0.0
-            if inside > GRACE * self._timeout:
+            if inside > self._patience():
                 here = f"{self._place(self._ranks.rank)} is in {self._operation} for {inside:.0f} s"
                 self._end(f"{here}. {self.reason()}")
                 return
@@ -182,6 +194,21 @@ class Heartbeat:
                 found = json.loads(store.get(f"beat{rank}"))
                 if found.get("count") != seen.record.get("count"):
                     seen.record, seen.at = found, time.monotonic()
+
+    def _wake(self) -> None:
+        """Break the groups off if another rank has failed and the main thread has been in one operation for a beat
+        since: forward and backward wait for others too, and if it only computes, the step cannot be finished."""
+        before, since = self._in_vain, self._since
+        doomed = bool(self._operation) and bool(self._first_failure())
+        self._in_vain = since if doomed else None
+        if doomed and before == since:
+            self._ranks.hang_up()
+
+    def _patience(self) -> float:
+        """Seconds in one operation after which the process is ended."""
+        usual = GRACE * self._timeout
+        on_device = self._operation.startswith(DEVICE) and self._store is not None
+        return min(usual, DOOMED) if on_device and self._first_failure() else usual
 
     def _first_failure(self) -> str:
         assert self._store is not None
@@ -218,8 +245,9 @@ class Heartbeat:
 
 
 def _is_communication(error: Exception) -> bool:
-    """gloo's errors are plain RuntimeErrors that name its source file."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    """gloo's errors are plain RuntimeErrors that name its source file, or say that their group was broken off."""
+    ours = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "caused pair closure"))
+    return isinstance(error, dist.DistError) or ours
 
 
 def _is_busy(record: Mapping[str, Any]) -> bool:

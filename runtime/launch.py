@@ -7,7 +7,8 @@ hang. A program runs once at a time: a second launch would train two copies of t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from snnpart.runtime.carry import Carrier
 from snnpart.runtime.fingerprint import agree_on_values, check_fingerprints
 from snnpart.runtime.gradients import holders
 from snnpart.runtime.losses import reduction_of
-from snnpart.runtime.ranks import join
+from snnpart.runtime.ranks import Ranks, join
 from snnpart.runtime.running import RunningProgram
 from snnpart.runtime.settings import Settings
 from snnpart.runtime.signatures import Specialise
@@ -106,20 +107,38 @@ def _start(
         raise LaunchError("the program is running already", fix="close() the running one, or compile a second program")
     among = holders(compiled).values()
     ranks = join(compiled.plan.pp, compiled.plan.tp, device=device, timeout=settings.timeout, among=among)
-    check_fingerprints(compiled, ranks)
-    taken, values = False, {name: info.tensor for name, info in compiled.source.tensors.items()}
-    if source is not None:
-        values = take_values(compiled, compiled.of_rank(ranks.at.pp, ranks.at.tp), ranks, source)
-    else:
-        _refuse_blank(values)
-        values, taken = agree_on_values(values, ranks)
-    running = RunningProgram(compiled, ranks, values, settings, specialise)
+    with _or_close(ranks):
+        check_fingerprints(compiled, ranks)
+        values, taken = _values(compiled, ranks, source)
+        running = RunningProgram(compiled, ranks, values, settings, specialise)
     if taken:
         running.notice("the ranks held different weights; all start from those of rank 0")
     _running[id(compiled)] = running
     if check is not None:
-        check(running)
+        with _or_close(running):
+            check(running)
     return running
+
+
+@contextmanager
+def _or_close(opened: Ranks | RunningProgram) -> Iterator[None]:
+    """A launch that fails leaves no process group, thread or running program: the next one begins anew."""
+    try:
+        yield
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _values(
+    compiled: CompiledProgram, ranks: Ranks, source: Source | ResetParameters | None
+) -> tuple[Mapping[str, Tensor], bool]:
+    """The tensors that this rank starts from, and whether rank 0's took the place of its own."""
+    if source is not None:
+        return take_values(compiled, compiled.of_rank(ranks.at.pp, ranks.at.tp), ranks, source), False
+    values = {name: info.tensor for name, info in compiled.source.tensors.items()}
+    _refuse_blank(values)
+    return agree_on_values(values, ranks)
 
 
 def _refuse_blank(values: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ import itertools
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -29,6 +30,8 @@ from snnpart.runtime.collectives import Axis, over_nccl
 
 FORWARD, BACKWARD = "forward", "backward"
 _worlds = itertools.count()
+_NEVER_SENT = 77
+"""The tag of a message that no rank sends."""
 _ALONG = {**{axis: axis for axis in AXES}, FORWARD: "pp", BACKWARD: "pp"}
 
 
@@ -101,6 +104,20 @@ class Ranks:
             first.add_note(f"on rank {rank}")
         raise first from (problem if problem is not first else None)
 
+    def hang_up(self) -> None:
+        """Whoever waits in one of this program's groups over gloo, here or on another rank, gets an error at once. The
+        groups are of no use afterwards. From any thread.
+
+        A receive that nobody answers and that may take a millisecond: gloo then closes the connections of its group.
+        """
+        for group in self.owned:
+            other = next(rank for rank in dist.get_process_group_ranks(group) if rank != self.rank)
+            if "gloo" in str(dist.get_backend_config(group)):
+                with suppress(RuntimeError):
+                    nothing = dist.irecv(torch.empty(1), other, group=group, tag=_NEVER_SENT)
+                    assert nothing is not None
+                    nothing.wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
         """Give the process groups back."""
         for group in self.owned:
@@ -112,7 +129,8 @@ class Ranks:
 def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta, among: Iterable[tuple[int, ...]] = ()) -> Ranks:
     """Take this process's place: initialise torch.distributed from torchrun's environment if nobody has, make groups.
 
-    Without torchrun and without a process group this is the only rank. Collective: every rank must call it.
+    Without torchrun and without a process group this is the only rank. Collective: every rank must call it. All groups
+    are of this program alone, that of all ranks too: they can be broken off (`Ranks.hang_up`).
     `among`: sets of pipeline ranks that want a group.
 
     Raises:
@@ -125,11 +143,11 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta, among: I
         _begin_world(device, timeout)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = mesh_for(size, pp=pp, tp=tp)
+    everyone = cast("dist.ProcessGroup", dist.new_group(timeout=timeout)) if size > 1 else None
     axes = {name: _axis(mesh, rank, along, timeout) for name, along in _ALONG.items()}
-    everyone = cast("dist.ProcessGroup", dist.group.WORLD) if size > 1 else None
     world = Axis(everyone, rank, tuple(range(size)))
     groups = {at: _axis(mesh, rank, "pp", timeout, at) for at in sorted(set(among))}
-    owned = tuple(axis.group for axis in (*axes.values(), *groups.values()) if axis.group is not None)
+    owned = tuple(axis.group for axis in (world, *axes.values(), *groups.values()) if axis.group is not None)
     return Ranks(rank, mesh, device, axes, world, owns_world, owned, groups)
 
 

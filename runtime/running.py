@@ -7,7 +7,7 @@ It puts the parts of a rank together (`engine.Engine`) and hands steps on: train
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -64,26 +64,25 @@ class RunningProgram:
             stage.between = Carry(stage, compiled, settings.carrier)
         carry = stage.between if isinstance(stage.between, Carry) else None
         batches = Batches(compiled, ranks, self._signatures, carry, settings)
-        heartbeat = Heartbeat(ranks, settings.timeout)
+        optimizer = self._make_optimizer(settings.optimizer)
         self._engine = Engine(
-            compiled, ranks, stage, self._signatures, parallel, self._partial, batches, heartbeat, settings, precision,
-            carry, copies=over_copies(stage, ranks, holders(compiled)),
+            compiled, ranks, stage, self._signatures, parallel, self._partial, batches,
+            Heartbeat(ranks, settings.timeout), settings, precision, carry, optimizer=optimizer,
+            copies=over_copies(stage, ranks, holders(compiled)),
         )  # fmt: skip
-        self._engine.optimizer = self._make_optimizer()
         self._execution = Execution(self._engine, self.notice)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer | None:
-        """This rank's optimizer; None without a factory, or on a stage with nothing to learn."""
+    def _make_optimizer(self, factory: Callable[..., Any] | None) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; None without a factory, or on a stage with nothing to learn. Collective: where one
+        rank's factory fails, all raise."""
         learned = [p for p in self.parameters() if p.requires_grad]
-        factory = self._engine.settings.optimizer
-        if factory is None or not learned:
-            return None
-        made = factory(learned)
-        if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
-            raise ConfigError(
-                f"optimizer= gave a {type(made).__name__}, not an optimizer whose step() needs no closure",
-                fix="pass a factory: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-            )
+        made, problem = None, None
+        if factory is not None and learned:
+            try:
+                made = _checked(factory(learned))
+            except Exception as error:
+                problem = error
+        self.ranks.agree(problem)
         return made
 
     @property
@@ -270,3 +269,12 @@ class RunningProgram:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(made: Any) -> torch.optim.Optimizer:
+    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
+        raise ConfigError(
+            f"optimizer= gave a {type(made).__name__}, not an optimizer whose step() needs no closure",
+            fix="pass a factory: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    return made

@@ -61,12 +61,14 @@ class StaticStep(StaticPass):
         engine.zero_grad()
         engine.stage.module.train(engine.training)
         engine.stale = True
-        broadcast_buffers(engine.stage, engine.ranks.axes["dp"], self._read)
+        with engine.heartbeat.guard("agreeing on buffers", engine.stage.place, shared=True):
+            broadcast_buffers(engine.stage, engine.ranks.axes["dp"], self._read)
         total = gradients(engine, self._weighted(), self._loss_fn, lambda: self._targets)
         loss = torch.zeros((), device=engine.ranks.device)
         if isinstance(total, Tensor) and engine.has_loss:
             loss = total / engine.ranks.mesh.dp
-        report = self._update.report(loss, engine.bad_inputs(self._parts))
+        with engine.heartbeat.guard("agreeing on loss and gradients", engine.stage.place, shared=True):
+            report = self._update.report(loss, engine.bad_inputs(self._parts))
         self._update.step(report)
         return report
 

@@ -49,7 +49,8 @@ def train_step(
         _update_scaled(engine, update)
         return total
     if engine.settings.clip_grad_norm is not None:
-        engine.grad_norm = clip(engine.stage, engine.ranks, engine.settings.clip_grad_norm)
+        with engine.heartbeat.guard("agreeing on the norm of gradients", engine.stage.place, shared=True):
+            engine.grad_norm = clip(engine.stage, engine.ranks, engine.settings.clip_grad_norm)
     if engine.optimizer is not None:
         engine.optimizer.step()
     return total

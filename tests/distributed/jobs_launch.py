@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from snnpart.api import parallelize
 from snnpart.artifact import load
-from snnpart.errors import CheckpointError, SnnpartError
+from snnpart.errors import CheckpointError, LaunchError, SnnpartError
 from snnpart.runtime.launch import launch
 from tests.distributed.cases import LIF, Aux, det, fill, mlp, reset
 from tests.distributed.handmade import compile_by_hand, make_net
@@ -52,6 +53,30 @@ def twice() -> list[Any]:
     loss = again.train_step(*batch(0, 4), F.cross_entropy).item()
     again.close()
     return [second, closed, loss]
+
+
+def fails_and_launches_again(where: str) -> dict[str, Any]:
+    """A launch that fails on rank 1 alone, or on all after the check; what it leaves, and the loss of the next one."""
+    mine = dist.get_rank() == 1
+    groups, threads = len(dist.distributed_c10d._world.pg_map), threading.active_count()
+    program = compile_by_hand(make_net(), pp=2)
+    given: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    if where == "optimizer" and mine:
+        given["optimizer"] = lambda params: torch.optim.SGD(params, lr=-1.0)
+    if where == "values":
+        given["values"] = {"a.weight": torch.zeros(1)}
+    if where == "check":
+        given["expected"] = lambda running: running.ranks.agree(LaunchError("it is wrong") if mine else None)
+    try:
+        launch(program, **given)
+        kind, text = "", ""
+    except (SnnpartError, ValueError) as error:
+        kind, text = type(error).__name__, str(error)
+    left = len(dist.distributed_c10d._world.pg_map) - groups, threading.active_count() - threads
+    again = launch(program)
+    loss = again.train_step(*batch(0, 4), F.cross_entropy).item()
+    again.close()
+    return {"error": (kind, text), "left": left, "loss": loss}
 
 
 def bad_inputs() -> dict[str, Any]:

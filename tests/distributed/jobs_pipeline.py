@@ -8,7 +8,6 @@ import os
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, fx
 from snnpart.api import parallelize
 from snnpart.errors import LaunchError
 from snnpart.program import StageProgram
-from snnpart.runtime import heartbeat, signatures
+from snnpart.runtime import signatures
 from snnpart.runtime.launch import launch
 from tests.distributed.cases import det, fill
 from tests.distributed.handmade import compile_by_hand, make_net
@@ -57,19 +56,64 @@ def misbehaves(how: str) -> None:
     running.train_step(x, y, loss)
 
 
-def sleeps_between_steps(file: str) -> None:
-    """Rank 1 comes too late to the second step. Why a process is ended is written to `file`."""
+def raises_alone(at: int) -> tuple[str, str, float]:
+    """In the second step the loss raises on rank `at` only, while the others would wait for a minute: each rank's
+    error, and the seconds to it."""
+    running = launch(compile_by_hand(make_net(), pp=2, microbatches=3), timeout=timedelta(seconds=60))
+    x, y = batch(0, 6)
+    running.train_step(x, y, F.cross_entropy)
 
-    def end(reason: str) -> None:
-        Path(f"{file}{dist.get_rank()}").write_text(reason)
-        os._exit(1)
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        if dist.get_rank() == at:
+            raise ValueError("no such loss")
+        return F.cross_entropy(out, target)
 
-    heartbeat._end = end
+    start = time.monotonic()
+    try:
+        running.train_step(x, y, loss)
+    except Exception as error:
+        found = type(error).__name__, str(error), time.monotonic() - start
+    running.close()
+    return found
+
+
+def raise_alike() -> dict[str, Any]:
+    """The loss raises on every rank; each catches its own error, waits, closes and launches again."""
+    program = compile_by_hand(make_net(), microbatches=2)
+    running = launch(program, timeout=timedelta(seconds=20))
+    x, y = batch(dist.get_rank(), 4)
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no such loss")
+
+    kind = ""
+    try:
+        running.train_step(x, y, loss)
+    except ValueError as error:
+        kind = type(error).__name__
+    time.sleep(5.0)  # two beats and more
+    state = running.state_dict()
+    parameters = {name: state[name] for name, _ in running.named_parameters()}
+    running.close()
+    again = launch(program)
+    found = {"kind": kind, "parameters": parameters, "loss": again.train_step(x, y, F.cross_entropy).item()}
+    again.close()
+    return found
+
+
+def sleeps_between_steps() -> str:
+    """Rank 1 comes too late to the second step: each rank's error."""
     running = launch(compile_by_hand(make_net(), pp=2), timeout=timedelta(seconds=2))
     running.train_step(*batch(0, 4), F.cross_entropy)
     if dist.get_rank() == 1:
         time.sleep(10)
-    running.train_step(*batch(0, 4), F.cross_entropy)
+    try:
+        running.train_step(*batch(0, 4), F.cross_entropy)
+    except LaunchError as error:
+        return str(error)
+    finally:
+        running.close()
+    return ""
 
 
 def breaks_and_goes_on() -> dict[str, Any]:

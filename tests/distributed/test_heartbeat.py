@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
 from snnpart.errors import LaunchError
+from tests.distributed.handmade import make_net
 from tests.distributed.pool import JobFailed, Pool
 from tests.distributed.reference import assert_same
 
@@ -35,13 +35,27 @@ def test_the_others_name_the_rank_stage_microbatch_and_operation(pool: Pool, how
     assert "rank 0 (dp 0, pp 0, tp 0), stage 0" in error.where
 
 
-def test_a_wait_that_nothing_ends(pool: Pool, tmp_path: Path) -> None:
-    """Rank 1 does not come to the step; the group that rank 0 waits in is not ours and would wait for 90 seconds."""
-    with pytest.raises(JobFailed):
-        pool.run(JOBS + "sleeps_between_steps", ranks=2, file=str(tmp_path / "reason"))
-    text = (tmp_path / "reason0").read_text()
-    assert "rank 0 (dp 0, pp 0, tp 0) is in agreeing on the batch, start of a step for" in text
-    assert "rank 1 (dp 0, pp 1, tp 0)" in text and "between steps" in text
+def test_who_waits_for_a_rank_that_raised_is_told_at_once(pool: Pool) -> None:
+    """Of two pipelines of two: rank 3 raises, whose partner waits for a gradient, and the others for theirs."""
+    *others, mine = pool.run(JOBS + "raises_alone", ranks=4, at=3)
+    assert mine[:2] == ("ValueError", "no such loss")
+    for kind, text, seconds in others:
+        assert kind == "LaunchError" and seconds < 15, text
+        assert "rank 3 (dp 1, pp 1, tp 0) failed in the loss, stage 1, microbatch 0: ValueError: no such loss" in text
+
+
+def test_ranks_that_catch_the_same_error_go_on(pool: Pool) -> None:
+    """Nobody waits, so nobody is woken or ended; the state is there, and the program can be launched again."""
+    for found in pool.run(JOBS + "raise_alike", ranks=2):
+        assert found["kind"] == "ValueError" and found["loss"] > 0
+        assert_same(found["parameters"], dict(make_net().named_parameters()), 0)
+
+
+def test_a_rank_that_does_not_come_to_the_step(pool: Pool) -> None:
+    """Rank 1 is still asleep; the user's own group would wait for 90 seconds."""
+    first, _ = pool.run(JOBS + "sleeps_between_steps", ranks=2)
+    assert first.startswith("rank 0 (dp 0, pp 0, tp 0), start of a step: agreeing on the batch failed: ")
+    assert "rank 1 (dp 0, pp 1, tp 0)" in first and "between steps" in first
 
 
 def test_a_step_that_raised_leaves_nothing(pool: Pool) -> None:

@@ -45,6 +45,22 @@ def test_second_launch(pool: Pool) -> None:
     assert loss == pytest.approx(OneProcess(make_net()).train_step([batch(0, 4)], F.cross_entropy), abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("where", "kind", "text"),
+    [
+        ("optimizer", "ValueError", "Invalid learning rate: -1.0"),
+        ("values", "ConfigError", "rank 0: values has shape (1,) for 'a.weight'"),
+        ("check", "LaunchError", "rank 1: it is wrong"),
+    ],
+)
+def test_a_launch_that_fails_leaves_nothing(pool: Pool, where: str, kind: str, text: str) -> None:
+    """No process group, no thread, nothing that the next launch would take for a running program."""
+    found = same_on_all(pool.run(JOBS + "fails_and_launches_again", ranks=2, where=where))
+    assert found["error"][0] == kind and text in found["error"][1], found["error"]
+    assert found["left"] == (0, 0)
+    assert found["loss"] == pytest.approx(OneProcess(make_net()).train_step([batch(0, 4)], F.cross_entropy), abs=1e-9)
+
+
 def test_bad_inputs_are_errors_on_all_ranks(pool: Pool) -> None:
     found = same_on_all(pool.run(JOBS + "bad_inputs", ranks=4))
     wanted = {

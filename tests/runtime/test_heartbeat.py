@@ -33,6 +33,23 @@ class FirstOfTwo(Heartbeat):
         self._store.set("beat1", json.dumps(record))
 
 
+def test_a_wait_for_the_device_is_given_up_sooner_when_a_rank_has_failed() -> None:
+    """A kernel that waits for another rank cannot be woken; a wait on the host is, and is not counted here."""
+    heartbeat = FirstOfTwo()
+    heartbeat._timeout = 600.0
+    found = []
+    with heartbeat.within("waiting for the device, in a captured step"):
+        found.append(heartbeat._patience())
+        assert heartbeat._store is not None
+        heartbeat._store.set("failed", "1 the loss, stage 1: ValueError: no such loss")
+        found.append(heartbeat._patience())
+    with heartbeat.within("receiving, stage 0"):
+        found.append(heartbeat._patience())
+    heartbeat._silence = 0.0  # nobody else will leave
+    heartbeat.close()
+    assert found == [900.0, 30.0, 900.0]
+
+
 def test_a_rank_is_named_whose_last_beat_is_seen_late() -> None:
     """A busy machine holds our own thread up: it sees the beat when the connection has long been broken."""
     heartbeat = FirstOfTwo()
