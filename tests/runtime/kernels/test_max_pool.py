@@ -39,7 +39,12 @@ def test_kernels_give_what_torch_gives() -> None:
 def test_a_byte_a_window_is_kept() -> None:
     kept: list[tuple[torch.dtype, int]] = []
     x = torch.rand(2, 3, 8, 8, requires_grad=True)
-    with saved_tensors_hooks(lambda saved: kept.append((saved.dtype, saved.numel())) or saved, lambda saved: saved):
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept.append((saved.dtype, saved.numel()))
+        return saved
+
+    with saved_tensors_hooks(keep, lambda saved: saved):
         y = max_pool2d(x, (3, 3), (2, 2), (1, 1))
         max_pool2d(x.detach(), (3, 3), (2, 2), (1, 1))
     assert kept == [(torch.uint8, y.numel())]
