@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from snnpart import compat
+from snnpart import hooks
 from snnpart.errors import LaunchError
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
@@ -119,8 +119,9 @@ def holders(compiled: CompiledProgram) -> dict[str, tuple[int, ...]]:
 def carry_hooks(source: SpikeGraph, stage: Stage) -> None:
     """Have gradients go through the hooks of the user's parameters; leaves have copied those of theirs."""
     for name, parameter in stage.parameters():
-        if stage.slices[name].leaf is None and name in source.tensors:
-            compat.carry_hooks(source.tensors[name].tensor, parameter)
+        part = stage.slices[name]
+        if part.leaf is None and name in source.tensors:
+            hooks.carry(source.tensors[name].tensor, parameter, part.dim, part.pieces)
 
 
 def clip(stage: Stage, ranks: Ranks, limit: float) -> float:

@@ -114,6 +114,7 @@ def _write(compiled: CompiledProgram, folder: Path, values: Mapping[str, Tensor]
         "checksums": {name: _checksum(folder / name) for name in files},
         "modules": sorted(_modules(compiled)),
         "leaves": {path: frameworks.encode_leaf(info.module) for path, info in source.leaves.items()},
+        "hooks": _hooks(source),
         "stages": [_stage_data(stage) for _, stage in sorted(compiled.stages.items())],
         "schedule": {str(rank): [str(action) for action in actions] for rank, actions in compiled.schedule.items()},
         "passes": [asdict(record) for record in compiled.passes],
@@ -157,6 +158,7 @@ def _read(folder: Path, head: Mapping[str, Any], modules: Collection[str]) -> Co
         leaves[path] = frameworks.decode_leaf(data, inside, modules=modules)
     source = text.parse_graph((folder / SOURCE).read_text(), tensors=values, leaves=leaves, modules=modules)
     _mark_learned(source, head)
+    _read_hooks(source, head, modules)
     stages = [_read_stage(folder, data, source, modules, head["checksums"]) for data in head["stages"]]
     return CompiledProgram(
         source=source,
@@ -176,6 +178,18 @@ def _mark_learned(source: SpikeGraph, head: Mapping[str, Any]) -> None:
         source.tensors[name] = replace(
             info, tensor=nn.Parameter(tensor, name in learned) if info.kind == "parameter" else tensor
         )
+
+
+def _hooks(source: SpikeGraph) -> dict[str, list[Any]]:
+    """The gradient hooks of tensors that belong to no leaf, by name."""
+    free = {name: info.tensor for name, info in source.tensors.items() if info.leaf is None}
+    return {name: data for name, tensor in free.items() if (data := frameworks.encode_hooks(tensor, name))}
+
+
+def _read_hooks(source: SpikeGraph, head: Mapping[str, Any], modules: Collection[str]) -> None:
+    for name, data in head.get("hooks", {}).items():
+        for hook in frameworks.decode_hooks(data, modules=modules):
+            source.tensors[name].tensor.register_hook(hook)
 
 
 def _stage_file(stage: int, tp_rank: int) -> str:
@@ -263,7 +277,8 @@ def _modules(compiled: CompiledProgram) -> Iterator[str]:
     kinds |= {n.target.function for graph in graphs for n in all_nodes(graph) if isinstance(n.target, Surrogate)}
     for spec in (compiled.source.in_spec, compiled.source.out_spec):
         kinds |= {type(part) for part in _containers(tree_unflatten([None] * spec.num_leaves, spec))}
-    leaves = frameworks.leaf_packages([frameworks.encode_leaf(info.module) for info in compiled.source.leaves.values()])
+    described = [frameworks.encode_leaf(info.module) for info in compiled.source.leaves.values()]
+    leaves = frameworks.leaf_packages([*described, *_hooks(compiled.source).values()])
     return iter({kind.__module__.partition(".")[0] for kind in kinds} | leaves | {"torch"})
 
 

@@ -128,10 +128,9 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def carry_hooks(old: Tensor, new: Tensor) -> None:
-    """Have the gradient of a copy go through the hooks of the original."""
-    for hook in (old._backward_hooks or {}).values() if new.requires_grad else ():
-        new.register_hook(hook)
+def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Tensor | None], ...]:
+    """What `tensor.register_hook` was given, in this order."""
+    return tuple((tensor._backward_hooks or {}).values())
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:

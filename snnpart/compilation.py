@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from snnpart import compat, simulate
+from snnpart import compat, hooks, simulate
 from snnpart import gate as gates
 from snnpart.blank import NOT_COMPARED, is_blank, settle_lazy
 from snnpart.costs import MachineProfile, default_profile
@@ -253,10 +253,10 @@ def _check_hooks(compiled: CompiledProgram) -> None:
                 f"'{part.name}' has a hook that runs after its gradient is accumulated, which happens on a copy",
                 fix="register it on the running program's parameter: dict(running.named_parameters())",
             )
-        if part.dim is not None and part.leaf is None and compat.has_gradient_hooks(tensor):
+        if (part.dim is not None or part.partial_gradient) and part.leaf is None and hooks.needs_whole(tensor):
             owner = part.name.rpartition(".")[0]
             raise PlanError(
-                f"'{part.name}' has a gradient hook, which expects the whole gradient; a tp rank has a slice of it",
+                f"'{part.name}' has a gradient hook, which expects the whole gradient; a tp rank has a part of it",
                 fix=f'keep the layer whole: shard={{"{owner}": "replicate"}}',
             )
 

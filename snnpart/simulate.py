@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from snnpart import compat, frameworks, ops
+from snnpart import frameworks, hooks, ops
 from snnpart.dryrun import DryRun, dry_run
 from snnpart.errors import ConfigError, VerifyError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
@@ -115,7 +115,7 @@ def _make_rank(program: StageProgram, values: Mapping[str, Tensor], source: Spik
     tensors = {part.name: _local(part, values[part.name]) for part in program.tensors}
     for part in program.tensors:
         if part.leaf is None:
-            compat.carry_hooks(source.tensors[part.name].tensor, tensors[part.name])
+            hooks.carry(source.tensors[part.name].tensor, tensors[part.name], part.dim, part.pieces)
     leaves: dict[str, nn.Module] = {}
     for path, info in program.leaves.items():
         leaves[path] = frameworks.clone_leaf(info.module, program.inside(path, tensors))

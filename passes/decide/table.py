@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from snnpart import ops
+from snnpart import hooks, ops
 from snnpart.compat import WEIGHT_NORM
 from snnpart.effects import DRAWN
+from snnpart.facts import Sharded
 from snnpart.ops_time import TIME_OPS, Loop
 from snnpart.passes.decide import rules_local, rules_matrix, rules_norm, rules_shape
 from snnpart.passes.decide.parts import is_bundle
@@ -132,7 +133,17 @@ def follow(node: fx.Node, ask: Ask) -> Row:
     rule = rule_of(node)
     if rule is None:
         raise Declined(f"{_name(node)} is not in the sharding table")
-    return checked(node, rule(node, ask))
+    return _hooked(node, checked(node, rule(node, ask)), ask)
+
+
+def _hooked(node: fx.Node, found: Row, ask: Ask) -> Row:
+    """The row, if no tensor of which a rank has a part of the gradient has a hook that expects the whole."""
+    for index, (source, spread) in enumerate(zip(node.all_input_nodes, found.inputs, strict=True)):
+        if source.op == "get_attr" and (isinstance(spread, Sharded) or index in found.partial):
+            info = ask.graph.tensors.get(str(source.target))
+            if info is not None and hooks.needs_whole(info.tensor):
+                raise Declined(f"'{info.name}' has a gradient hook, which expects the whole gradient")
+    return found
 
 
 _MATRIX_RULES: Mapping[str, Rule] = {
@@ -148,7 +159,7 @@ def matrix_rows(node: fx.Node, ask: Ask) -> tuple[dict[str, Row], dict[str, str]
     reasons: dict[str, str] = {}
     for name, rule in _MATRIX_RULES.items():
         try:
-            rows[name] = checked(node, rule(node, ask))
+            rows[name] = _hooked(node, checked(node, rule(node, ask)), ask)
         except Declined as reason:
             reasons[name] = str(reason)
     return rows, reasons

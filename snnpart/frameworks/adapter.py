@@ -13,7 +13,7 @@ tracer's recording switched off, and leaves the module as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -94,6 +94,11 @@ class Adapter:
     def state_names(self, module: nn.Module) -> frozenset[str]:
         """The attributes that hold state between calls; code that reads them after a call cannot be traced."""
         return frozenset()
+
+    def hook_by_element(self, hook: Callable[[Tensor], Any]) -> bool:
+        """Whether a gradient hook of the framework computes every element from the same element alone, and from where
+        that stands; zeros stay zeros."""
+        return False
 
     def set_batch(self, module: nn.Module, original: nn.Module, size: int, example: int) -> None:
         """Tell the module, a copy of `original`, that `size` samples come where the original was traced with `example`.

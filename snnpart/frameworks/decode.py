@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,12 @@ def decode_leaf(
         raise CheckpointError(f"the description of a neuron layer is damaged: {error!r}") from error
     settle(reader.made[""])
     return reader.made[""]
+
+
+def decode_hooks(data: list[Any], *, modules: Collection[str]) -> list[Callable[[Tensor], Any]]:
+    """The hooks that `encode_hooks` described; `modules` as for `decode_leaf`."""
+    reader = _Reader({}, frozenset(("torch", *modules)))
+    return [reader.value(hook) for hook in data]
 
 
 def _described(data: Mapping[str, Any], path: str) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from snnpart.compat import gradient_hooks
 from snnpart.errors import CheckpointError
 from snnpart.frameworks.clone import TORCH_SLOTS, Refresh
 from snnpart.frameworks.registry import adapter_for
@@ -45,14 +46,24 @@ def encode_leaf(module: nn.Module) -> dict[str, Any]:
     """
     paths = {id(child): path for path, child in module.named_modules()}
     names = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-    return _module(module, _Where(type(module).__qualname__, paths, names, ""))
+    return _module(module, _Where(f"neuron layer of class {type(module).__qualname__}", paths, names, ""))
+
+
+def encode_hooks(parameter: Tensor, name: str) -> list[Any]:
+    """The gradient hooks of a parameter that belongs to no leaf, as JSON data.
+
+    Raises:
+        CheckpointError: a hook that cannot be written; it names the parameter.
+    """
+    where = _Where("gradient hook", {}, {}, name)
+    return [encode(hook, where) for hook in gradient_hooks(parameter)]
 
 
 @dataclass(frozen=True)
 class _Where:
-    """Where a value stands: the leaf's class, paths of its modules, names of its tensors, the value's dotted name."""
+    """Where a value stands: in what, paths of its modules, names of its tensors, the value's dotted name."""
 
-    leaf: str
+    owner: str
     paths: Mapping[int, str]
     tensors: Mapping[int, str]
     name: str
@@ -63,7 +74,7 @@ class _Where:
     def refuse(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"'{self.name}' {what}",
-            where=f"neuron layer of class {self.leaf}",
+            where=self.owner,
             fix="use a class or function that can be imported by name, or plain data",
         )
 
@@ -104,7 +115,7 @@ def _child(child: nn.Module | None, where: _Where) -> Any:
 def _parameter(parameter: nn.Parameter | None, where: _Where) -> dict[str, Any] | None:
     if parameter is None:
         return None
-    hooks = [encode(hook, where) for hook in (parameter._backward_hooks or {}).values()]
+    hooks = [encode(hook, where) for hook in gradient_hooks(parameter)]
     return {
         "tensor": where.tensors.get(id(parameter), where.name),
         "requires_grad": parameter.requires_grad,

@@ -7,7 +7,7 @@ NamedTuple on the module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,10 @@ class NorseAdapter(Adapter):
 
     def channel_tensors(self, module: nn.Module) -> dict[str, int] | None:
         return {} if self.is_elementwise(module) else None
+
+    def hook_by_element(self, hook: Callable[[Tensor], Any]) -> bool:
+        """The hook that keeps neurons from exciting themselves: it clears the diagonal of the gradient."""
+        return hook.__module__ == snn.__name__ and getattr(hook, "__qualname__", "").endswith(".autapse_hook")
 
     def output_domain(self, module: nn.Module) -> Domain:
         name = type(module).__name__

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from snnpart.errors import ConfigError
 from snnpart.frameworks.adapter import Adapter
@@ -52,6 +54,11 @@ def adapter_for(module: nn.Module) -> Adapter:
 def is_leaf(module: nn.Module) -> bool:
     """Whether the module stays whole in the graph."""
     return adapter_for(module).is_leaf(module)
+
+
+def hook_by_element(hook: Callable[[Tensor], Any]) -> bool:
+    """Whether a framework that is imported knows the gradient hook to treat every element by itself."""
+    return any(adapter.hook_by_element(hook) for adapter in adapters())
 
 
 def fit(leaf: nn.Module, original: nn.Module, size: int, example: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from snnpart import compat, facts
+from snnpart import facts, hooks
 from snnpart.errors import VerifyError
 from snnpart.frameworks import clone_leaf, preserved, reset_state
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
@@ -145,7 +145,7 @@ def copies(graph: SpikeGraph) -> tuple[Body, dict[str, Tensor]]:
             nn.Parameter(tensor, requires_grad=info.tensor.requires_grad) if info.kind == "parameter" else tensor
         )
         if info.leaf is None:
-            compat.carry_hooks(info.tensor, tensors[name])
+            hooks.carry(info.tensor, tensors[name])
         for alias in (name, *info.aliases):
             for path, held in inside.items():
                 if alias.startswith(path + "."):

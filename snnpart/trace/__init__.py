@@ -12,6 +12,7 @@ libraries such as einops work by themselves; what it does not see is data.
     views, writes  how a write through a view reaches its base; functional twins of in-place functions
     mode        the TorchFunctionMode
     surrogates  autograd.Function classes as one node each
+    factories   sizes and fill values that are tensors
     norms       BatchNorm as one node
     leaves      modules that stay whole
     modules     nn.Module patched: calls, BatchNorm, the flag `training`

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from snnpart.compat import DATA_DEPENDENT, FakeTensor, called_below_autograd, version
 from snnpart.errors import TraceError
-from snnpart.trace import inplace, results, sizes, spelling, writes
+from snnpart.trace import factories, inplace, results, sizes, spelling, writes
 from snnpart.trace.cells import Call, Called, How
 from snnpart.trace.flags import TrainingFlag
 from snnpart.trace.indexing import basic_view
@@ -259,6 +259,16 @@ class RecordingMode(TorchFunctionMode):
         recorder.rebind(x, node)
         return x
 
+    def _sized(self, called: Called) -> Any:
+        """A tensor is made, or viewed: sizes that are tensors, and a tensor for the number that fills it."""
+        known = factories.with_plain_sizes(called, self._size)
+        if known is not None:
+            return self.__torch_function__(known.function, (), known.args, known.kwargs)
+        return factories.filled(called, lambda function, *given: self.__torch_function__(function, (), *given))
+
+    def _size(self, x: Tensor) -> Any:
+        return self._need_data(Called(torch.Tensor.__index__, "a size", (x,), {}, []))
+
     def _batch_norm(self, called: Called) -> Any:
         if called.function is not F.batch_norm:
             return NotImplemented
@@ -277,6 +287,7 @@ class RecordingMode(TorchFunctionMode):
         "requires_grad_": _set_flag,
         "detach_": _detach_in_place,
         "batch_norm": _batch_norm,
+        **dict.fromkeys(factories.MADE | factories.SHAPED, _sized),
     } | dict.fromkeys(NEEDS_DATA, _need_data)
 
 
