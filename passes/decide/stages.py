@@ -63,7 +63,8 @@ class DecideStages:
         apart = best_copies(self, graph) if self.tied is None and self.pp > 1 else tuple(self.tied or ())
         separate(graph, apart)
         parts, stage_of, _ = self.assign(graph)
-        write_stages(graph, parts, stage_of, self.pinned or {})
+        begins = {path: stage for stage, path in enumerate(self.split_at or (), 1)}
+        write_stages(graph, parts, stage_of, {**(self.pinned or {}), **begins})
 
     def assign(self, graph: SpikeGraph) -> tuple[Parts, dict[Part, int], float]:
         """The parts of the graph, the stage of each one with keys, and the time of the slowest stage (us).
@@ -151,11 +152,12 @@ def write_stages(graph: SpikeGraph, parts: Parts, stage_of: Mapping[Part, int], 
 
 
 def _own_pin(part: Part, pinned: Mapping[str, int]) -> int:
-    """The pin of a free node's own module path; results taken out of a tuple stay where the tuple is made."""
+    """The pin of a free node's module; results taken out of a tuple stay where the tuple is made."""
     node = part.nodes[0]
     if any(facts.get(n, Value) is None for n in (node, *node.all_input_nodes)):
         return NOWHERE
-    return pinned.get(facts.origin(node).module, NOWHERE)
+    pin = lookup(pinned, facts.origin(node).module)
+    return NOWHERE if pin is None else pin
 
 
 def _refuse_order(part: Part, stage: int, earliest: int, found: Mapping[fx.Node, int]) -> None:

@@ -50,6 +50,17 @@ def test_stages_begin_there() -> None:
     assert {name: found[name] for name in "abcdh"} == {"a": 0, "b": 1, "c": 1, "d": 1, "h": 2}
 
 
+def test_a_stage_begins_with_the_first_operation_of_its_module() -> None:
+    """Also where that one has no parameters; compiling with the plan that was found gives the same stages."""
+    block = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Tanh()), nn.Linear(4, 4))
+    net, x = nn.Sequential(nn.Linear(4, 4), block), torch.randn(3, 4)
+    program = parallelize(net, example_inputs=x, verify="off", pp=2, split_at=["1"])
+    again = parallelize(net, example_inputs=x, verify="off", plan=program.plan)
+    for compiled in (program.compiled, again.compiled):
+        names = [[node.target for node in compiled.stage(i, 0).graph.nodes] for i in range(2)]
+        assert [targets.count(torch.tanh) for targets in names] == [0, 2]
+
+
 def test_interleaved_stages_begin_there() -> None:
     x = torch.randn(3, 4).double()
     found = stages(fill(Skip()), x, pp=2, schedule="zbv", split_at=["b", "c", "d"])
