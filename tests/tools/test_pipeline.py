@@ -7,9 +7,12 @@ import argparse
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from snnpart import parallelize, schedules
+from snnpart import facts, parallelize, schedules
+from snnpart.facts import Value
+from snnpart.ops import Surrogate
 from tools.bench import pipeline
 from tools.bench.pipeline_nets import CHAIN
 from tools.bench.pipeline_ranks import RankTimes, bubble
@@ -40,8 +43,10 @@ def test_bubbles_are_the_time_in_which_ranks_do_not_compute() -> None:
 def test_the_chain_is_cut_into_equal_stages(pp: int, schedule: str) -> None:
     job = pipeline.chain_job(pp, schedule)
     compiled = parallelize(CHAIN.make(), example_inputs=CHAIN.batch()[0], **job.options()).compiled
-    sizes = {len(compiled.stage(stage, 0).tensors) for stage in range(compiled.plan.stage_count)}
-    assert sizes == {8 // compiled.plan.stage_count}
+    graphs = [compiled.stage(stage, 0).graph for stage in range(compiled.plan.stage_count)]
+    waits = [sum(isinstance(node.target, Surrogate) for node in graph.nodes) for graph in graphs]
+    assert waits == [2 * 8 // len(graphs)] * len(graphs)
+    assert all(facts.need(node, Value).requires_grad for g in graphs for node in g.nodes if node.target is F.linear)
 
 
 def test_rows_of_sections_that_were_not_run_are_kept(tmp_path: object) -> None:

@@ -127,18 +127,21 @@ class Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """A linear layer whose input and whose weight wait: a gradient of each half of the backward takes as long."""
+    """A linear layer whose input and whose weight wait: a gradient of each half of the backward takes as long. The
+    first one scales its input, so that this has a gradient too, and all layers take the same time."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, first: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(width))
+        self.scale = nn.Parameter(torch.ones(width)) if first else None
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.scale is None else x * self.scale
         return F.linear(Wait.apply(x), Wait.apply(self.weight))  # type: ignore[no-untyped-call]
 
 
 def waiting_chain() -> nn.Module:
-    return nn.Sequential(*[Waiting(8) for _ in range(8)])
+    return nn.Sequential(*[Waiting(8, first=i == 0) for i in range(8)])
 
 
 NETS = {
