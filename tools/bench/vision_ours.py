@@ -7,6 +7,7 @@ from the launch on: warm-up, capture and graph pools are in it.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -115,7 +116,7 @@ def measured(running: Any, step: Callable[[int], Any], asked: argparse.Namespace
     """What steps give under `name` in samples/s of all ranks, and their memory; then the program is closed."""
     began = time.perf_counter()
     step(0).item()
-    first = time.perf_counter() - began
+    first, alive = time.perf_counter() - began, age()
     for number in range(1, asked.warm):
         step(number)
     running.settle()
@@ -124,9 +125,15 @@ def measured(running: Any, step: Callable[[int], Any], asked: argparse.Namespace
     if asked.profile:
         profiled(lambda: step(0), running.ranks.rank)
     result = {name: statistics.median(rounds), "rounds": rounds, "peak_memory_bytes": memory}
-    result |= {"loss": step(0).item(), "first_step_s": first, "notices": list(running.notices)}
+    result |= {"loss": step(0).item(), "first_step_s": first, "process_s": alive, "notices": list(running.notices)}
     running.close()
     return result
+
+
+def age() -> float:
+    """Seconds since this process began, imports included."""
+    ticks = float(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def reserved(ranks: Any) -> int:
