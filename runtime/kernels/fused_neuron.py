@@ -12,7 +12,7 @@ waits for the device, so that a step can be captured.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -30,6 +30,7 @@ from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.choices import Choices, of_this_machine
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
+from snnpart.runtime.kernels.sums import affine_gradients, parameter_gradient
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
 from snnpart.runtime.kernels.ways import Region, fastest, kind_of
 from snnpart.step_run import ROUND, RoundedScan
@@ -295,8 +296,8 @@ class _Apply(torch.autograd.Function):
         launch = _Backward(call, form, (x, kept, mean, var, weight, bias), tuple(p), dy)
         sums, dx = launch.run()
         named = dict(zip(form.sums, sums, strict=True))
-        grads = [_parameter_grad(named.get(f"sum_p{i}"), value) for i, value in enumerate(p)]
-        affine = _affine_grads(form, named, weight, bias) if form.affine else (None, None)
+        grads = [parameter_gradient(named.get(f"sum_p{i}"), value) for i, value in enumerate(p)]
+        affine = affine_gradients(form, named, weight, bias) if form.affine else (None, None)
         passed = None if ctx.residual is None else dy.to(ctx.residual)
         return (None, dx, passed, *affine, *grads)
 
@@ -374,18 +375,6 @@ def _statistics_of_ranks(call: _Call, norm: _Norm, mean: Tensor, var: Tensor) ->
     shared_statistics.track(norm.running_mean, mean, norm.factor)
     shared_statistics.track(norm.running_var, var * of_all / (of_all - 1).clamp(min=1), norm.factor)
     return mean, var
-
-
-def _affine_grads(form: Form, sums: Mapping[str, Tensor], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of BatchNorm's weight and bias, over all steps."""
-    dw, db = (torch.stack([sums[f"{name}{mark}"] for mark in form.marks]).sum(0) for name in ("sum_dyx", "sum_dy"))
-    return dw.to(weight.dtype), db.to(bias.dtype)
-
-
-def _parameter_grad(sums: Tensor | None, value: Tensor) -> Tensor | None:
-    if sums is None:
-        return None
-    return (sums if value.numel() > 1 else sums.sum()).reshape(value.shape).to(value.dtype)
 
 
 @cache
