@@ -186,22 +186,24 @@ def analyses(profile: MachineProfile) -> tuple[Pass, ...]:
 
 
 def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str, Any]:
-    """What the plan says of fused neurons and memory layout: as asked, else as the given plan has it, else both for a
-    network on a GPU. Neurons whose state outlives a call stay layers, which hold it. Only fused ones round states."""
-    asked = _rounds(options) or options.fuse is not None or options.channels_last is not None
-    how: Options | Plan = options if plan is None or asked else plan
+    """What the plan says of fused neurons and memory layout, each: as asked, else as the given plan has it, else both
+    for a network on a GPU. Neurons whose state outlives a call stay layers, which hold it. Only fused ones round
+    states: fuse=False beside a plan leaves out its rounding too."""
     gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
     stateless = options.state == "reset" and options.detach_every is None
-    fuse = stateless and ((gpu or _rounds(how)) if how.fuse is None else how.fuse)
+    usual: bool | str = gpu if plan is None else plan.fuse
+    fuse = stateless and ((usual or _rounds(options)) if options.fuse is None else options.fuse)
+    how: Options | Plan = options if plan is None or _rounds(options) or options.fuse is False else plan
     if _rounds(how) and not fuse:
         raise ConfigError(
             f"neuron_dtype={how.neuron_dtype!r} rounds the states of fused neurons, and none is fused",
             fix='leave it out, or fuse=False, state="carry" and detach_every=',
         )
+    layout = gpu if plan is None else plan.channels_last
     return {
         "fuse": fuse,
         "neuron_dtype": how.neuron_dtype,
-        "channels_last": gpu if how.channels_last is None else how.channels_last,
+        "channels_last": layout if options.channels_last is None else options.channels_last,
     }
 
 

@@ -43,7 +43,7 @@ class RunConfig(Configuration):
         batch_size: samples a step of each data-parallel rank.
         workers: processes that load data, of each rank.
         on_bad_sample: what a file that cannot be read does: "raise" or "skip".
-        tp, pp, dp, microbatches, schedule, plan: as for `snnpart.parallelize`.
+        tp, pp, dp, microbatches, schedule, plan: as for `snnpart.parallelize`. A plan says those that are not given.
         fsdp_units, fsdp_reshard: with dp=fsdp2, units of a stage (None: the fastest number), and whether parameters are
             sharded again after forward (yes, no, or auto: where that costs nothing).
         batchnorm: whose statistics BatchNorm takes in training: microbatch, full, or sync (over all dp ranks).
@@ -75,7 +75,7 @@ class RunConfig(Configuration):
     fsdp_units: int | None = None
     fsdp_reshard: Literal["auto", "yes", "no"] = "auto"
     microbatches: int | None = None
-    schedule: str = "1f1b"
+    schedule: str | None = None
     plan: Path | None = None
     batchnorm: Literal["microbatch", "full", "sync"] = "microbatch"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

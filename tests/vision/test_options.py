@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from snnpart import vision
+from snnpart import parallelize, vision
 from snnpart.errors import ConfigError
 from snnpart.plan import Plan
 from snnpart.vision.session import compile_options
+from tests.vision.nets import Digits
 
 
 @pytest.mark.parametrize(("said", "meant"), [("auto", "auto"), ("yes", True), ("no", False)])
@@ -35,3 +36,17 @@ def test_a_given_plan_says_what_is_fused(tmp_path: Path, monkeypatch: pytest.Mon
         options = compile_options(vision.TrainingConfig(model="tests.nets:Net", plan=plan), torch.zeros(1, 8, 8))
         found[plan is None] = (options["fuse"], options["channels_last"])
     assert found == {True: (True, True), False: (None, None)}
+
+
+def test_a_given_plan_says_the_schedule(tmp_path: Path) -> None:
+    """The default used to ask for 1f1b beside it, and was refused."""
+    given = tmp_path / "plan.json"
+    given.write_text(Plan(pp=2, schedule="gpipe", microbatches=2).to_json())
+    for asked, taken in ({}, "gpipe"), ({"schedule": "gpipe"}, "gpipe"), ({"schedule": "1f1b"}, None):
+        config = vision.TrainingConfig(model="tests.vision.nets:Digits", plan=given, **asked)  # type: ignore[arg-type]
+        options = compile_options(config, torch.zeros(1, 8, 8))
+        if taken is None:
+            with pytest.raises(ConfigError, match="schedule='1f1b', but the plan says 'gpipe'"):
+                parallelize(Digits(width=4), **options)
+        else:
+            assert parallelize(Digits(width=4), **options).plan.schedule == taken

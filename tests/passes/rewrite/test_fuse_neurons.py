@@ -54,6 +54,19 @@ def test_a_given_plan_s_kernels_are_kept_where_nothing_else_is_asked_for() -> No
     assert not compiled(Block(lif()), plan=plan, fuse=None, detach_every=2).plan.fuse
 
 
+def test_what_is_asked_for_beside_a_plan_leaves_the_rest_to_it() -> None:
+    plan = compiled(Block(lif()), channels_last=True, neuron_dtype="bf16").plan
+
+    def found(**given: Any) -> tuple[Any, ...]:
+        kept = compiled(Block(lif()), plan=plan, **given).plan
+        return kept.fuse, kept.channels_last, kept.neuron_dtype
+
+    assert found(fuse=True) == (True, True, "bfloat16")
+    assert found(fuse=False) == (False, True, "float32")
+    assert found(fuse=None, channels_last=False) == (True, False, "bfloat16")
+    assert found(fuse=None, neuron_dtype="fp16") == (True, True, "float16")
+
+
 def test_rounded_states_have_neurons_fused_and_what_is_not_is_named() -> None:
     (node,) = fused_in(compiled(Block(lif()), fuse=None, neuron_dtype="fp16"))
     assert node.target.state == "float16"  # type: ignore[union-attr]
