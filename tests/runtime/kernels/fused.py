@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -164,9 +164,6 @@ def cases() -> dict[str, Case]:
         "each step's statistics, eval": Case(lambda: Steps(Written(), norm=True), training=False),
         "each of 9 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=9),
         "each of 17 steps' statistics": Case(lambda: Steps(Written(), norm=True), steps=17),
-        "one sample": Case(partial(_block, lif), samples=1),
-        "one sample, still": Case(lambda: Still(lif()), samples=1),
-        "one sample, each step's statistics": Case(lambda: Steps(Written(), norm=True), samples=1),
         "still in a loop": Case(lambda: Steps(Written(), still=True)),
         "still in a loop, norm": Case(lambda: Steps(Written(), norm=True, still=True), steps=9),
         "still in a loop, norm, eval": Case(lambda: Steps(Written(), norm=True, still=True), training=False),
@@ -174,6 +171,7 @@ def cases() -> dict[str, Case]:
         "Synaptic": Case(lambda: Steps(snn.Synaptic(alpha=0.8, beta=0.9), states=2), dtype=torch.float32),
         "Alpha": Case(lambda: Steps(snn.Alpha(alpha=0.9, beta=0.8), states=3), dtype=torch.float32),
     }
+    found |= {f"one sample, {name}": replace(found[name], samples=1) for name in SHARED}
     if importlib.util.find_spec("norse"):
         import norse.torch as norse
 
@@ -182,7 +180,9 @@ def cases() -> dict[str, Case]:
     return found
 
 
-ONE_SAMPLE = ("one sample", "one sample, still", "one sample, each step's statistics")
+SHARED = ("LIF-detached", "still", "each step's statistics")
+"""Cases that are also run with one sample, and by two ranks, which share BatchNorm's statistics."""
+ONE_SAMPLE = tuple(f"one sample, {name}" for name in SHARED)
 BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", *ONE_SAMPLE)
 SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "Synaptic",
          "each step's statistics", *ONE_SAMPLE)  # fmt: skip
@@ -228,8 +228,7 @@ class _Program:
             if not part.leaf
         }
         leaves = {path: frameworks.clone_leaf(info.module, {}) for path, info in program.leaves.items()}
-        body = kind(own, leaves).to(self.device).train(self.training)
-        return body
+        return kind(own, leaves).to(self.device).train(self.training)
 
     def run(self, body: Body, x: Tensor) -> Tensor:
         for path in self.compiled.stages[0, 0].leaves:
@@ -375,10 +374,6 @@ def plan() -> list[tuple[str, bool]]:
     ]
 
 
-SHARED = ("LIF-detached", "still", "each step's statistics")
-"""Cases that are also run by two ranks, which share BatchNorm's statistics."""
-
-
 def shared(rank: int, store: str) -> None:
     """The cases of one of two ranks, the second of which has fewer samples."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -399,6 +394,5 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(shared, (f"{folder}/store",), nprocs=2)
         sys.exit()
-    wanted = [one for one in plan() if (one[0] in SHORT) is (sys.argv[1] == "short")]
-    for name, channels_last in wanted:
+    for name, channels_last in (one for one in plan() if (one[0] in SHORT) is (sys.argv[1] == "short")):
         sys.stdout.write(json.dumps(report(name, cases()[name], channels_last)) + "\n")
