@@ -5,7 +5,7 @@ trace, the gate on the trace, rewrites, analyses, decisions, lowering, dry run, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from snnpart import compat, hooks, simulate
+from snnpart import compat, facts, hooks, simulate
 from snnpart import gate as gates
 from snnpart.blank import NOT_COMPARED, is_blank, settle_lazy
 from snnpart.costs import MachineProfile, default_profile
 from snnpart.errors import ConfigError, PlanError
+from snnpart.facts import Value
+from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.layout import Layouts, input_dims, tensor_leaves
 from snnpart.mesh import Mesh
@@ -120,7 +122,7 @@ def compile_program(
     if blank:
         options = replace(options, verify="off")
     profile = options.profile or default_profile()
-    graph = trace_model(model, inputs, options, model.training if training is None else training)
+    graph = trace_network(model, inputs, options, model.training if training is None else training, plan)
     graph.kept = kept
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
     records = PassManager((*_rewrites(options, plan), *analyses(profile))).run(graph)
@@ -289,7 +291,33 @@ def sharding(shard: Shard) -> dict[str, Any]:
     return {"objective": shard} if isinstance(shard, str) else {"shard": shard}
 
 
-def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool) -> SpikeGraph:
+def trace_network(
+    model: nn.Module, inputs: Any, options: Options, training: bool, plan: Plan | None = None
+) -> SpikeGraph:
+    """The network as a graph, in which neuron layers whose matrices tp ranks are to share are traced through."""
+    graph = trace_model(model, inputs, options, training)
+    if options.tp == 1 or not isinstance(options.fold, bool):
+        return graph
+    shared = to_share(options.shard, None if plan is None else plan.shards)
+    opened = [path for path, steps in _with_matrix(graph).items() if shared(path, steps)]
+    return trace_model(model, inputs, options, training, opened) if opened else graph
+
+
+def _with_matrix(graph: SpikeGraph) -> dict[str, int]:
+    """The leaves that hold matrices, with the number of steps that they run."""
+    steps: dict[str, int] = {}
+    for node in graph.graph.nodes:
+        module = graph.leaves[str(node.target)].module if node.op == "call_module" else None
+        if module is not None and adapter_for(module).holds_matrix(module):
+            dim = adapter_for(module).time_dim(module)
+            taken = 1 if dim is None else facts.need(node.args[0], Value).shape[dim]
+            steps[str(node.target)] = steps.get(str(node.target), 0) + taken
+    return steps
+
+
+def trace_model(
+    model: nn.Module, inputs: Any, options: Options, training: bool, opened: Collection[str] = ()
+) -> SpikeGraph:
     """The network as a graph, with batch and time where the options say."""
     dims = input_dims(inputs, layout=options.input_layout, in_dims=options.in_dims)
     return trace(
@@ -301,6 +329,7 @@ def trace_model(model: nn.Module, inputs: Any, options: Options, training: bool)
         time_steps=options.time_steps,
         training=training,
         reset=options.reset,
+        opened=opened,
     )
 
 

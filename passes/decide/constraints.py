@@ -36,7 +36,8 @@ def pins_for(graph: SpikeGraph, tp: int, shard: Mapping[str, str]) -> dict[str, 
     pins: dict[str, str] = {}
     for name, rule in shard.items():
         found = _matching(name, matrices) or _matching(name, followers)
-        if not found:
+        whole = rule == REPLICATE and _matching(name, {path_of(node) for node in graph.graph.nodes})
+        if not found and not whole:  # what cannot be shared may be asked to stay whole
             raise _nothing(name, [*matrices, *followers], graph)
         pins.update(dict.fromkeys(found, rule))
     return pins

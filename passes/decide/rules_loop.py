@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import fx
 
 from snnpart import facts
+from snnpart.effects import is_random
 from snnpart.facts import Placement, Sharded, Spread, Value
 from snnpart.graph import output_node
 from snnpart.ops_time import Loop
@@ -89,6 +90,8 @@ class _Inside:
     def _lane(self, node: fx.Node, inside: Ask) -> Lane:
         if is_matrix(node):
             raise Declined(f"{node.name} inside it needs all channels at every step")
+        if is_random(node):
+            raise Declined(f"{node.name} inside it draws random numbers for all channels at every step")
         found = checked(node, self.follow(node, inside))
         if isinstance(found.output, Sharded) and _idles(found.output) and node.target in _NEEDS_CHANNELS:
             raise Declined(f"{node.name} inside it cannot run on a rank without channels")

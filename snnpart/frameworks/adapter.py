@@ -42,6 +42,11 @@ class Adapter:
         """Whether the module stays whole in the graph."""
         return self.is_neuron(module)
 
+    def holds_matrix(self, module: nn.Module) -> bool:
+        """Whether the leaf holds weight matrices and can be traced through as well, which makes them operations of the
+        graph: tp ranks can then share their rows."""
+        return False
+
     def is_neuron(self, module: nn.Module) -> bool:
         """Whether the module computes a layer of spiking (or leaky integrating) neurons."""
         return False

@@ -1,5 +1,8 @@
 """Norse: cells and time-looping modules whose state is an argument and a result, a NamedTuple or None.
 
+Layers that hold matrices (recurrent ones, `LILinearCell`) are leaves too, unless tp ranks are to share these: then they
+are traced through.
+
 Nothing is kept on the module. Which NamedTuple a call returns is found by running the module on one real sample of
 zeros: the shapes follow from it, because neurons never mix samples or steps. Parameters `p` are tensors in a
 NamedTuple on the module.
@@ -21,6 +24,7 @@ from snnpart.facts import Domain
 from snnpart.frameworks.adapter import REAL, SPIKE, Adapter, empty, tensors_in
 
 _LOOPS = (snn.SNN, snn.SNNRecurrent)
+_WITH_MATRIX = (snn.SNNRecurrentCell, snn.SNNRecurrent, LILinearCell)
 _NEURONS = (snn.SNNCell, snn.SNNRecurrentCell, LILinearCell, CobaLIFCell, *_LOOPS)
 
 
@@ -29,6 +33,9 @@ class NorseAdapter(Adapter):
 
     name = "norse"
     package = "norse"
+
+    def holds_matrix(self, module: nn.Module) -> bool:
+        return isinstance(module, _WITH_MATRIX)
 
     def is_neuron(self, module: nn.Module) -> bool:
         return isinstance(module, _NEURONS)

@@ -7,7 +7,7 @@ that gets its state as an argument holds none between calls, and its attributes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,11 +25,11 @@ from snnpart.trace.recorder import Recorder
 class Modules:
     """The modules of the model by identity: path, whether a leaf, and which leaves were called."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, stays_whole: Callable[[nn.Module], bool]) -> None:
         self.training = model.training
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.called: dict[str, LeafInfo] = {}
-        self._recorder = recorder
+        self._recorder, self._stays_whole = recorder, stays_whole
         self._leaf: dict[int, bool] = {}
         self._states: dict[int, tuple[str, frozenset[str]]] = {}
         self._guards: ExitStack = ExitStack()
@@ -38,7 +38,7 @@ class Modules:
     def is_leaf(self, module: nn.Module) -> bool:
         known = self._leaf.get(id(module))
         if known is None:
-            known = self._leaf[id(module)] = adapter_for(module).is_leaf(module)
+            known = self._leaf[id(module)] = self._stays_whole(module)
         return known
 
     def path(self, module: nn.Module, caller: str) -> str:

@@ -36,14 +36,20 @@ from snnpart.trace.surrogates import functions_recorded
 
 @dataclass(frozen=True)
 class Request:
-    """What to trace, apart from the batch size. `states` are buffers known to hold the state of one window."""
+    """What to trace, apart from the batch size. `opened` are paths of leaves to trace through; `states` are buffers
+    known to hold the state of one window."""
 
     model: nn.Module
     call: ExampleCall
     training: bool
     time_steps: int | None
     reset: Callable[[nn.Module], Any] | None
+    opened: frozenset[str] = frozenset()
     states: frozenset[str] = frozenset()
+
+    def stays_whole(self, module: nn.Module) -> bool:
+        """Whether the module is a leaf that is not to be opened."""
+        return is_leaf(module) and all(module is not self.model.get_submodule(path) for path in self.opened)
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ def _record(request: Request, batch: int | None, keep_flag: bool) -> Recording:
         reset_state(model, request.reset, request.states)
         if batch is not None and request.call.batch not in (None, batch):
             tell_batch(model, batch, request.call.batch)
-        recorder = Recorder(find_roots(model, is_leaf), request.training, keep_flag)
-        modules = Modules(model, recorder)
+        recorder = Recorder(find_roots(model, request.stays_whole), request.training, keep_flag)
+        modules = Modules(model, recorder, request.stays_whole)
         before = Before(model, modules.is_leaf)
         inputs = _placeholders(recorder, request.call, batch)
         with _patched(recorder, modules):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -34,6 +34,7 @@ def trace(
     training: bool = True,
     reset: Callable[[nn.Module], Any] | None = None,
     name: str | None = None,
+    opened: Collection[str] = (),
 ) -> SpikeGraph:
     """The network as a graph. The module is run on tensors without data, and left exactly as it was.
 
@@ -47,6 +48,7 @@ def trace(
         training: the mode that `self.training` answers with where the code branches on it.
         reset: the user's own way to reset the model's state, called as `reset(model)`.
         name: the graph's name. Default: the class.
+        opened: paths of leaves that are traced through (see `Adapter.holds_matrix`).
 
     Raises:
         ConfigError: a bad argument.
@@ -55,7 +57,7 @@ def trace(
     _check(model, time_steps)
     call = example_call(model, example_inputs, in_dims, time_dims)
     _check_time(call, time_steps)
-    request = Request(model, call, training, time_steps, reset)
+    request = Request(model, call, training, time_steps, reset, frozenset(opened))
     with collector_paused():
         traced = _record_for_all_batches(request)
     recording, batch = traced.recording, call.batch if call.batch is not None else 1

@@ -12,7 +12,6 @@ QUICK = ("B12-snn",)
 REFUSED = {
     ("B15-closed-over", 2): "ConfigError: network 'ClosedOver': a batch cannot be cut into 2 microbatches",
     ("B15-closed-over", 4): "ConfigError: network 'ClosedOver': a batch cannot be cut into 2 microbatches",
-    ("B17-speech", 4): "PlanError: Speech: pp=2 with 2 stages a rank is 4 stages, but the network can be cut",
 }
 """By name and number of stages, how the refusal begins; all others run."""
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from snnpart import facts  # noqa: E402
-from snnpart.compilation import Options, trace_model  # noqa: E402
+from snnpart.compilation import Options, trace_network  # noqa: E402
 from snnpart.costs import CPU  # noqa: E402
 from snnpart.errors import SnnpartError  # noqa: E402
 from snnpart.facts import Placement, Sharded  # noqa: E402
@@ -48,11 +48,8 @@ from tools.zoo.catalogue import ZOO as PUBLIC  # noqa: E402
 from tools.zoo.catalogue import Entry  # noqa: E402
 
 LEAST_FLOPS, LEAST_PARAMETERS = 0.95, 0.90
-_LSNN = "Norse's cells hold all their matrices themselves, and take sizes from tensors, which cannot be traced through"
-EXCEPTIONS: Mapping[str, str] = {
-    "norse_lsnn": _LSNN,
-    "B17-speech": _LSNN,
-}
+EXCEPTIONS: Mapping[str, str] = {}
+"""Networks that have less, with the reason; there is none now."""
 QUICK = ("small_sew-m", "unet", "tied")
 
 
@@ -80,7 +77,7 @@ def placed(model: Model) -> SpikeGraph:
     module = model.factory().to(model.dtype).train(model.training if isinstance(model, Entry) else True)
     inputs = model.inputs()
     options = Options(tp=2, verify="off", **_dims(model))
-    graph = trace_model(module, inputs[0] if len(inputs) == 1 else inputs, options, module.training)
+    graph = trace_network(module, inputs[0] if len(inputs) == 1 else inputs, options, module.training)
     PassManager((*REWRITE, UnfoldFeedback(to_share("max", None)), *ANALYZE)).run(graph)
     DecidePlacement(2, CPU).run(graph)
     return graph

@@ -37,7 +37,7 @@ def _loops(graph: SpikeGraph) -> list[Any]:
 
 
 class Mixing(nn.Module):
-    """A neuron whose threshold depends on all channels, and one that is given sizes."""
+    """A neuron whose threshold depends on all channels, one that is given sizes, and one that draws noise."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -48,6 +48,7 @@ class Mixing(nn.Module):
         for _ in range(4):
             current = self.a(x)
             v = current if v is None else 0.5 * v + current
+            v = v + 0.2 * torch.rand_like(v) if self.how == "noise" else v
             s = spike(v - 0.3 - 0.1 * v.mean(1, keepdim=True)) if self.how == "mean" else spike(v - 0.3)
             if self.how == "reshape":
                 v = (v - 0.3 * s).reshape(-1, 4, 2).reshape(-1, 8)
@@ -86,7 +87,11 @@ def test_loops_are_shared_by_channels(name: str, tp: int, pp: int) -> None:
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [("mean", "inside it needs an operand otherwise|the sharded dim"), ("reshape", "a number of channels|sharded dim")],
+    [
+        ("mean", "inside it needs an operand otherwise|the sharded dim"),
+        ("reshape", "a number of channels|sharded dim"),
+        ("noise", "inside it draws random numbers for all channels at every step"),
+    ],
 )
 def test_loops_that_mix_channels_stay_whole(how: str, why: str) -> None:
     torch.manual_seed(0)
