@@ -61,7 +61,7 @@ CUDA = (
     Group("optimizer", r"fused_?(adam|sgd)", ("optimizer",)),
     Group("gradient norm, clipping", r"multi_tensor_apply|lpnorm"),
     Group("loss", r"nll_loss|softmax|cross_entropy"),
-    Group("sums", r"reduce_kernel|scan_kernel"),
+    Group("sums", r"reduce_kernel|scan_kernel|over_programs"),
     Group("additions", r"functor_add|onself_add"),
     Group("fills", r"memset|fillfunctor"),
     Group("other kernels", r"", ("rest", "rest backward")),

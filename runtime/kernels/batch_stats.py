@@ -28,20 +28,22 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         step = tl.program_id(2).to(tl.int64) if WIDE else tl.program_id(2)
         x += step * rows * channels
         parts += step * 3 * tl.num_programs(0) * channels
-        count = tl.zeros([R, B], CT)
+        seen = tl.zeros([1, 1], CT)
+        count = tl.zeros([R, 1], CT)
         mean = tl.zeros([R, B], CT)
         squares = tl.zeros([R, B], CT)
         for tile in range(tiles):
             row = ((tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * tiles + tile) * R + tl.arange(0, R)
-            mask = (row < rows)[:, None] & (ch < channels)[None, :]
+            there = (row < rows)[:, None]
             place = row * channels if INNER == 1 else (row // inner) * (channels * inner) + row % inner
             at = place[:, None] + (ch if INNER == 1 else ch * inner)[None, :]
-            value = tl.load(x + at, mask=mask, other=0.0).to(CT)
-            count += mask.to(CT)
-            change = tl.where(mask, value - mean, 0.0)
-            mean += change / tl.maximum(count, 1.0)
-            squares += change * tl.where(mask, value - mean, 0.0)
-        whole = tl.sum(count, axis=0)
+            value = tl.load(x + at, mask=there & (ch < channels)[None, :], other=0.0).to(CT)
+            seen += 1.0
+            count += there.to(CT)
+            change = tl.where(there, value - mean, 0.0)
+            mean += change * (1.0 / seen)  # a row that is there was there in every tile before
+            squares += change * (value - mean)
+        whole = tl.sum(count, axis=0) + tl.zeros([B], CT)
         middle = tl.sum(count * mean, axis=0) / tl.maximum(whole, 1.0)
         away = mean - middle[None, :]
         total = tl.sum(squares + count * away * away, axis=0)

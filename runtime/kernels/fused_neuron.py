@@ -30,7 +30,7 @@ from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.choices import Choices, of_this_machine
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
-from snnpart.runtime.kernels.sums import affine_gradients, parameter_gradient
+from snnpart.runtime.kernels.sums import affine_gradients, over_programs, parameter_gradient
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
 from snnpart.runtime.kernels.ways import Region, fastest, kind_of
 from snnpart.step_run import ROUND, RoundedScan
@@ -258,11 +258,11 @@ class _Call:
         return tiles_for(numel // self.channels, self.channels, inner, size, total, sums=sums)
 
 
-def _size(form: Form) -> int:
-    """Numbers in a tile: fewer where more steps stand in registers."""
-    if form.per_step:
-        return 512 if form.chunk <= 4 else 256
-    return 1024 if form.chunk <= 4 else 512
+def _size(form: Form, backward: bool) -> int:
+    """Numbers in a tile: fewer where more steps stand in registers, and in backward, which has all their states there
+    (measured on an H200: `tools/bench/fused_neurons.py`)."""
+    size = 1024 if form.chunk <= 4 else 512
+    return size // 2 if backward or form.per_step else size
 
 
 class _Apply(torch.autograd.Function):
@@ -270,7 +270,7 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: Tensor, residual: Any, weight: Any, bias: Any, *p: Tensor) -> Tensor:
         ctx.call, form = call, call.form((False,) * len(p))
         mean, var = _statistics(call, form, x)
-        tiles = call.tiles(call.step_numel, _size(form), sums=False)
+        tiles = call.tiles(call.step_numel, _size(form, backward=False), sums=False)
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         y = call.empty(x, dtype)
         keeps = form.chunks > 1 and any(ctx.needs_input_grad)
@@ -331,7 +331,7 @@ class _Backward:
 
     def _launch(self, sums: Tensor | None, *, write: bool, reduce: bool) -> tuple[Tensor, Tensor]:
         call, (x, kept, *norm) = self.call, self.saved
-        tiles = call.tiles(call.step_numel, _size(self.form), sums=reduce)
+        tiles = call.tiles(call.step_numel, _size(self.form, backward=True), sums=reduce)
         compute = torch.float64 if x.dtype is torch.float64 else torch.float32
         dx = torch.empty_like(x) if write else x
         parts = x.new_empty((len(self.form.sums), tiles.programs, tiles.channels) if reduce else 1, dtype=compute)
@@ -342,7 +342,7 @@ class _Backward:
             *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute],
             num_warps=_WARPS,
         )  # fmt: skip
-        return parts.sum(1) if reduce else parts, dx
+        return over_programs(parts) if reduce else parts, dx
 
 
 def _or(x: Tensor, *values: Tensor | None) -> list[Tensor]:

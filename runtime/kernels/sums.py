@@ -1,4 +1,7 @@
-"""Gradients of what every sample shares, from the sums over channels that a fused neuron's backward leaves."""
+"""Gradients of what every sample shares, from the sums over channels that a fused neuron's backward leaves.
+
+Each program of that kernel leaves sums of its own; `over_programs` adds them up, a few channels at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,36 @@ import torch
 from torch import Tensor
 
 from snnpart.runtime.kernels.neuron_code import Form
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_COLUMNS, _WARPS = 8, 8
+
+if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _over_programs(parts, sums, programs, channels, P: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def]
+        ch = tl.program_id(0) * B + tl.arange(0, B)
+        program = tl.arange(0, P)
+        mask = (program < programs)[:, None] & (ch < channels)[None, :]
+        at = (tl.program_id(1) * programs + program)[:, None] * channels + ch[None, :]
+        found = tl.sum(tl.load(parts + at, mask=mask, other=0.0), axis=0)
+        tl.store(sums + tl.program_id(1) * channels + ch, found, mask=ch < channels)
+
+
+def over_programs(parts: Tensor) -> Tensor:
+    """The sums [K, C] of parts [K, programs, C]."""
+    kinds, programs, channels = parts.shape
+    sums = parts.new_empty(kinds, channels)
+    grid = (triton.cdiv(channels, _COLUMNS), kinds)
+    _over_programs[grid](
+        parts, sums, programs, channels, triton.next_power_of_2(programs), _COLUMNS, num_warps=_WARPS
+    )  # fmt: skip
+    return sums
 
 
 def affine_gradients(form: Form, sums: Mapping[str, Tensor], weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

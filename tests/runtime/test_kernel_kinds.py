@@ -31,6 +31,7 @@ NAMES = {
     "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "attention and matrix products",
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(Params)": "attention and matrix products",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3": "attention and matrix products",
+    "_over_programs": "sums",
     "_max_pool_forward": "pooling",
     "_max_pool_backward": "pooling",
     "void at::native::(anonymous namespace)::max_pool_backward_nhwc<c10::BFloat16, float, int, int>(int)": "pooling",
