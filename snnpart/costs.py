@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 import time
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -218,10 +219,16 @@ def measured_profile(device: str | torch.device = "cpu", *, again: bool = False)
 
 def kept_profile(profile: MachineProfile, device: str | torch.device = "cpu") -> MachineProfile:
     """Keep the profile in the user's cache, from which `measured_profile` reads it; gives it back."""
-    path = _cache_file(torch.device(device))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile.to_json())
+    keep(_cache_file(torch.device(device)), profile.to_json())
     return profile
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache, whole or not at all: other processes read it and write it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
 
 
 def user_cache() -> Path:

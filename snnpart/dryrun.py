@@ -8,6 +8,8 @@ Checked, each with the rank, stage and node where it fails:
 - the schedule runs each microbatch forward and backward once on each stage, and no stage waits for ever;
 - every node makes the local shape and type that its `Value` fact states (batch: the example batch).
 
+Graphs that only evaluations run (`StageProgram.evaluation`) are checked for collectives and shapes as well.
+
 Ranks whose slices have the same shapes run the same computation; it is walked once.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -58,7 +61,7 @@ def dry_run(compiled: CompiledProgram) -> DryRun:
         signature = _signature(program)
         if signature not in walked:
             walked.add(signature)
-            nodes += _walk(compiled, program)
+            nodes += sum(_walk(compiled, program, graph) for graph in program.graphs)
     return DryRun(
         peak_bytes={at: program.predicted_bytes for at, program in compiled.stages.items()},
         microseconds={at: program.predicted_us for at, program in compiled.stages.items()},
@@ -146,20 +149,18 @@ def _form(port: Port) -> tuple[tuple[int, ...], torch.dtype, States | None]:
 def _check_collectives(compiled: CompiledProgram) -> None:
     for (stage, _), program in compiled.stages.items():
         first = compiled.stages[stage, 0]
-        for mine, theirs in _longest(_collectives(program.graph), _collectives(first.graph)):
-            if mine is None or theirs is None or (mine.target, mine.args[1:]) != (theirs.target, theirs.args[1:]):
-                raise VerifyError(
-                    f"it meets the others in {_call(mine)}, tp rank 0 in {_call(theirs)}", where=_rank(program)
-                )
+        for graph, other in zip_longest(program.graphs, first.graphs):
+            for mine, theirs in zip_longest(_collectives(graph), _collectives(other)):
+                if mine is None or theirs is None or (mine.target, mine.args[1:]) != (theirs.target, theirs.args[1:]):
+                    raise VerifyError(
+                        f"it meets the others in {_call(mine)}, tp rank 0 in {_call(theirs)}", where=_rank(program)
+                    )
 
 
-def _collectives(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in all_nodes(graph) if node.op == "call_function" and node.target in ops.COLLECTIVES]
-
-
-def _longest(a: list[fx.Node], b: list[fx.Node]) -> Iterable[tuple[fx.Node | None, fx.Node | None]]:
-    size = max(len(a), len(b))
-    return zip([*a, *[None] * (size - len(a))], [*b, *[None] * (size - len(b))])
+def _collectives(graph: fx.Graph | None) -> list[fx.Node]:
+    """Those of a graph, in order; none where a rank has no such graph."""
+    nodes = all_nodes(graph) if graph is not None else ()
+    return [node for node in nodes if node.op == "call_function" and node.target in ops.COLLECTIVES]
 
 
 def _call(node: fx.Node | None) -> str:
@@ -226,17 +227,21 @@ def _signature(program: StageProgram) -> tuple[Any, ...]:
     )
 
 
-def _walk(compiled: CompiledProgram, program: StageProgram) -> int:
-    """Run the stage graph on fake tensors and compare every result with its fact."""
+def _walk(compiled: CompiledProgram, program: StageProgram, graph: fx.Graph) -> int:
+    """Run a graph of the stage on fake tensors and compare every result with its fact; its number of nodes."""
+    training = compiled.source.traced_training and graph is program.graph
     shapes = {part.name: part for part in program.tensors}
     received = {port.name: port.value for port in program.receives}
     values: dict[fx.Node, Any] = {}
     with torch.no_grad():
-        for node in program.graph.nodes:
+        for node in graph.nodes:
             if node.op == "output":
                 break
             try:
-                values[node] = _fake(node, values, compiled, program, shapes, received)
+                if node.op == "get_attr" and node.target == TRAINING:
+                    values[node] = training
+                else:
+                    values[node] = _fake(node, values, compiled, program, shapes, received)
             except SnnpartError:
                 raise
             except Exception as error:
@@ -244,7 +249,7 @@ def _walk(compiled: CompiledProgram, program: StageProgram) -> int:
                     f"it fails on the rank's local shapes: {error}", where=_where(node, program)
                 ) from error
             _check_shape(node, values[node], program)
-    return len(program.graph.nodes)
+    return len(graph.nodes)
 
 
 def _where(node: fx.Node, program: StageProgram) -> str:
@@ -263,8 +268,6 @@ def _fake(
     if node.op == "placeholder":
         return _fake_input(str(node.target), compiled, received)
     if node.op == "get_attr":
-        if node.target == TRAINING:
-            return compiled.source.traced_training
         part = shapes.get(str(node.target))
         if part is None:
             raise VerifyError(f"it reads '{node.target}', which this rank does not hold", where=_where(node, program))

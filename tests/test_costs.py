@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,3 +103,18 @@ def test_a_measurement_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.
     assert first.flops["float32"] > 1e8 and first.copy > 1e7 and 0 < first.launch_us < 1e4 and first.cache > 1e5
     assert costs.measured_profile() == first
     assert len(list((tmp_path / "snnpart").iterdir())) == 1
+
+
+def test_a_file_of_the_cache_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader sees the old text until the new one is all there."""
+    path, seen = tmp_path / "cache" / "profile.json", []
+    costs.keep(path, "old")
+    real = os.replace
+
+    def replaced(source: str, target: Path) -> None:
+        seen.append((path.read_text(), Path(source).read_text()))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    costs.keep(path, "new")
+    assert seen == [("old", "new")] and path.read_text() == "new" and list(path.parent.iterdir()) == [path]

@@ -122,6 +122,29 @@ def test_an_operation_that_fails_on_local_shapes(program: CompiledProgram) -> No
         simulate.dry_run(_edited(program, change))
 
 
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("shape", r"stage 0, tp rank 1: it makes float64\[.*\], its fact states .*99"),
+        ("collective", r"stage 0, tp rank 1: it meets the others in %shard \(shard\), tp rank 0 in %all_reduce"),
+    ],
+)
+def test_a_graph_of_evaluations_is_checked_too(program: CompiledProgram, what: str, text: str) -> None:
+    """Both ranks have one, of which rank 1's is wrong."""
+    graph = _copy(program.stage(0, 1))
+    if what == "shape":
+        node = next(n for n in graph.nodes if n.target is torch.conv2d)
+        value = facts.need(node, Value)
+        facts.put(node, replace(value, shape=(value.shape[0], 99, *value.shape[2:])))
+    else:
+        node = next(n for n in graph.nodes if n.target is ops.all_reduce)
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    both = _with(program, (0, 0), evaluation=_copy(program.stage(0, 0)))
+    with pytest.raises(VerifyError, match=text):
+        simulate.dry_run(_with(both, (0, 1), evaluation=graph))
+
+
 def test_a_schedule_that_stops(program: CompiledProgram) -> None:
     first = program.schedule[0]
     with pytest.raises(PlanError, match=r"stage 0: the schedule stops: 0B1 waits for 0F1, 1B1"):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from snnpart.costs import user_cache
+from snnpart.costs import keep, user_cache
 
 _WARM, _TIMED = 3, 10
 _log = logging.getLogger("snnpart")
@@ -69,10 +67,7 @@ class Choices:
         """Write what is known, with what other processes have written meanwhile; a full disk costs only the file."""
         self._known = {**self._read(), **self._known}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(self._known, file, indent=1, sort_keys=True)
-            os.replace(file.name, self.path)
+            keep(self.path, json.dumps(self._known, indent=1, sort_keys=True))
         except OSError as error:
             _log.info("%s cannot be written: %s", self.path, error)
 
