@@ -107,7 +107,7 @@ def test_evaluation_and_prediction_of_the_artifact(runs: dict[str, Any], folder:
 
 def test_training_in_bfloat16_and_its_profile(folder: Path) -> None:
     data = ("--dataset", "digits", "--dataset-kwargs", "channels=3")
-    plain = ("--model-kwargs", "double=False", "--precision", "bf16", "--device", DEVICE, "--epochs", 4, *data)
+    plain = ("--model-kwargs", "double=False", "--precision", "bf16", "--device", DEVICE, "--epochs", 2, *data)
     epochs = lines(snnpart("train", folder / "train.toml", *plain))
     losses = [epoch["train_loss"] for epoch in epochs]
     assert losses == sorted(losses, reverse=True) and epochs[-1]["top1"] > 0.5, epochs
