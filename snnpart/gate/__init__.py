@@ -2,6 +2,7 @@
 
     observe   runs the module, and the traced graph, on copies, and keeps what they computed
     compare   two observations: outputs, every gradient, every buffer
+    rounding  in which precision
     locate    the first node whose value differs, for the message
     check     check_trace and check_program
     launched  check_running: the launched program on its real ranks, against the simulation of them

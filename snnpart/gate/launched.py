@@ -22,6 +22,7 @@ from snnpart.errors import VerifyError
 from snnpart.gate.check import listed
 from snnpart.gate.compare import Mismatch, compare
 from snnpart.gate.observe import Observed, cotangent
+from snnpart.gate.rounding import whole_float32
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
 
@@ -47,6 +48,7 @@ NOISE = 10.0
 """A difference within this many times what rounding of the inputs alone does to the network is rounding."""
 
 
+@whole_float32()
 def check_running(running: Running, inputs: Any) -> None:
     """Compare one step of the launched program with its simulation, on the first samples of rank 0's `inputs`.
 
