@@ -52,7 +52,8 @@ def find_roots(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> dict[i
 
 def _add(roots: dict[int, Root], root: Root) -> None:
     known = roots.setdefault(id(root.tensor), root)
-    if root.registered and root.name != known.name and root.name not in known.aliases:
+    shared = root.registered or (root.tensor.requires_grad and not known.registered)  # constants are copied
+    if shared and root.name != known.name and root.name not in known.aliases:
         known.aliases.append(root.name)
 
 
