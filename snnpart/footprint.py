@@ -16,7 +16,7 @@ Not in it: what kernels take for a moment, the batch itself, and what the framew
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 MOMENTS = 2
@@ -36,9 +36,10 @@ class Acts(Protocol):
 class Footprint:
     """Bytes of one stage on one rank. `saved` is of the largest microbatch, `in_flight` their number.
 
-    Of the largest microbatch too: the most beyond what is saved in `forward`, in `backward` and in its first half
-    (`inputs`), and the gradients that this one keeps for the second (`gates`). `largest`: the largest gradient of a
-    parameter. `workspace`: what a library keeps for the stage's products.
+    Of the largest microbatch too: the most beyond what is saved in `forward`, in the first backward of a step, which
+    makes the gradients of parameters, in others (`backward`), and in the first half of one (`inputs`), which keeps
+    `gates` for the second. `largest`: the largest gradient of a parameter. `workspace`: what a library keeps for the
+    stage's products. `gathered`: units of FSDP2 that are whole at a time.
     """
 
     parameters: int = 0
@@ -48,16 +49,18 @@ class Footprint:
     saved: int = 0
     in_flight: int = 0
     forward: int = 0
+    first_backward: int = 0
     backward: int = 0
     inputs: int = 0
     gates: int = 0
     largest: int = 0
     workspace: int = 0
+    gathered: int = 0
 
     @property
     def tensors(self) -> int:
-        """What is held between the steps, and the gradients."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        """What is held between the steps, the gradients, and what is gathered."""
+        return self.parameters + self.gathered + self.gradients + self.optimizer + self.buffers
 
     @property
     def total(self) -> int:
@@ -68,7 +71,7 @@ class Footprint:
 @dataclass(frozen=True, slots=True)
 class RankFootprint:
     """The same for all stages of a rank; `saved` is the most that their microbatches hold at one time, `peak` the most
-    of everything at one time."""
+    of everything at one time. `parameters` has what FSDP2 gathers."""
 
     parameters: int
     gradients: int
@@ -86,7 +89,7 @@ def of_rank(actions: Sequence[Acts], stages: Mapping[int, Footprint]) -> RankFoo
     """What a rank holds that runs these actions on these stages."""
     total = lambda name: sum(getattr(stage, name) for stage in stages.values())  # noqa: E731
     return RankFootprint(
-        parameters=total("parameters"),
+        parameters=total("parameters") + total("gathered"),
         gradients=total("gradients"),
         optimizer=total("optimizer"),
         buffers=total("buffers"),
@@ -100,33 +103,55 @@ def of_rank(actions: Sequence[Acts], stages: Mapping[int, Footprint]) -> RankFoo
 
 def _peak(actions: Sequence[Acts], stages: Mapping[int, Footprint]) -> int:
     """The most that a rank holds at one time of a step."""
-    learned = sum(stage.gradients for stage in stages.values())
-    now = sum(stage.tensors for stage in stages.values()) - learned + max(s.workspace for s in stages.values())
-    most = now + 2 * learned  # the optimizer's step
+    now = sum(stage.tensors - stage.gradients for stage in stages.values())
+    now += max(stage.workspace for stage in stages.values())
+    trained = sum(stage.optimizer for stage in stages.values()) // MOMENTS
+    most = now - sum(stage.gathered for stage in stages.values()) + 2 * trained  # the optimizer's step
     begun: set[int] = set()
     for action in actions:
         stage = stages[action.stage]
-        grads = 0 if action.stage in begun or action.kind in "FI" else stage.gradients
-        most = max(most, now + _while(action.kind, stage, grads))
-        now += _left(action.kind, stage) + grads
+        first = action.kind in "BW" and action.stage not in begun
+        most = max(most, now + _while(action.kind, stage, first))
+        now += _left(action.kind, stage) + first * stage.gradients
         begun.update([action.stage] if action.kind in "BW" else [])
     return most
 
 
-def _while(kind: str, stage: Footprint, grads: int) -> int:
-    """Bytes beyond those before an action while it runs. `grads`: the gradients it makes, else it adds to others."""
-    made = grads or stage.largest
+def _while(kind: str, stage: Footprint, first: bool) -> int:
+    """Bytes beyond those before an action while it runs; `first`: it makes the gradients of parameters."""
+    whole = max(stage.first_backward, stage.gradients) if first else stage.backward
+    halved = stage.gradients if first else stage.largest
     return {
         "F": stage.saved + stage.forward,
-        "B": max(stage.backward, made),
-        "I": stage.inputs,
-        "W": made if stage.gates else max(stage.backward, made),
+        "B": whole,
+        "I": stage.inputs if stage.gates else 0,
+        "W": halved if stage.gates else whole,
     }[kind]
 
 
 def _left(kind: str, stage: Footprint) -> int:
     """Bytes that an action leaves, or gives back."""
     return {"F": stage.saved, "B": -stage.saved, "I": stage.gates, "W": -stage.saved - stage.gates}[kind]
+
+
+def in_shards(whole: Footprint, units: Sequence[int], dp: int, again: bool, microbatches: int) -> Footprint:
+    """A stage under FSDP2 over `dp` ranks, of which one has a share of each unit and of its moments.
+
+    Args:
+        units: their bytes, in the order of the forward.
+        again: they are sharded again after forward, so that two neighbours are whole at a time; else all are.
+        microbatches: gradients of several are added whole, those of one go unit by unit.
+    """
+    pairs = [sum(units[i : i + 2]) for i in range(len(units))]
+    two, every = max(pairs, default=0), sum(units)
+    shards = sum(-(-unit // dp) for unit in units)
+    return replace(
+        whole,
+        parameters=whole.parameters - every + shards,
+        gradients=whole.gradients - every + (every if microbatches > 1 else min(every, two + shards)),
+        optimizer=whole.optimizer - MOMENTS * (every - shards),
+        gathered=two if again else every,
+    )
 
 
 def held_together(actions: Iterable[Acts]) -> list[dict[int, int]]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from snnpart.bits import States, packed_bytes
 from snnpart.facts import Pieces, Value
-from snnpart.footprint import Footprint, RankFootprint, of_rank
+from snnpart.footprint import Footprint, RankFootprint, in_shards, of_rank
 from snnpart.graph import LeafInfo, SpikeGraph
 from snnpart.plan import Plan
 
@@ -58,6 +58,11 @@ class TensorSlice:
             return self.global_shape
         size = sum(stop - start for start, stop in self.pieces)
         return (*self.global_shape[: self.dim], size, *self.global_shape[self.dim + 1 :])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the rank's part."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +177,21 @@ class CompiledProgram:
     def stage(self, stage: int, tp_rank: int) -> StageProgram:
         return self.stages[stage, tp_rank]
 
-    def footprint(self, pp_rank: int, tp_rank: int) -> RankFootprint:
-        """What a rank holds in a step."""
-        stages = {program.stage: program.footprint for program in self.of_rank(pp_rank, tp_rank)}
+    def footprint(self, pp_rank: int, tp_rank: int, dp: int = 2) -> RankFootprint:
+        """What a rank holds in a step. `dp`: the ranks over which FSDP2 shards, of which there are two at least."""
+        stages = {program.stage: self.footprint_of(program, dp) for program in self.of_rank(pp_rank, tp_rank)}
         return of_rank(self.schedule[pp_rank], stages)
+
+    def footprint_of(self, program: StageProgram, dp: int = 2) -> Footprint:
+        """What a rank holds of one stage; `dp` as in `footprint`."""
+        sizes: dict[int, int] = {}
+        for part in program.tensors:
+            if part.unit is not None:
+                sizes[part.unit] = sizes.get(part.unit, 0) + part.bytes
+        if self.plan.dp != "fsdp2":
+            return program.footprint
+        units = [size for _, size in sorted(sizes.items())]
+        return in_shards(program.footprint, units, dp, self.plan.reshard, self.plan.microbatches)
 
     def moved_states(self) -> tuple[tuple[int, int], ...]:
         """Of a network whose last inputs are the states that calls before kept: those that another pipeline rank reads

@@ -43,7 +43,7 @@ def leaf_memory(node: fx.Node, graph: SpikeGraph, known: Known) -> LeafMemory:
     shape = _small(value, graph.batch)
     key = (type(module), repr(module), tuple(_sizes(module)), shape, value.dtype)
     if key not in known:
-        known[key] = _measured(module, torch.zeros(shape, dtype=value.dtype))
+        known[key] = measured(module, torch.zeros(shape, dtype=value.dtype))
     return known[key]
 
 
@@ -57,7 +57,8 @@ def _small(value: Value, batch: int) -> tuple[int, ...]:
     return (*shape[:-2], 1, 1) if len(shape) > 3 else shape
 
 
-def _measured(module: nn.Module, x: Tensor) -> LeafMemory:
+def measured(module: nn.Module, x: Tensor) -> LeafMemory:
+    """What a copy of the layer holds on this input; that of most neurons where it does not run."""
     device = _device()
     tensors = {name: torch.zeros_like(value, device=device) for name, value in _tensors(module)}
     try:

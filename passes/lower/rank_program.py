@@ -131,27 +131,21 @@ def _footprint(
     cut: StageGraph, slices: tuple[TensorSlice, ...], part: float, held: int, profile: MachineProfile
 ) -> Footprint:
     """`part` of the example batch is in the largest microbatch, `held` of them are in flight."""
-    trained = [_bytes(item) for item in slices if item.requires_grad and item.has_gradient]
-    parameters = sum(_bytes(item) for item in slices if item.kind == "parameter" or item.requires_grad)
-    memory = stage_memory(cut)
+    trained = [item.bytes for item in slices if item.requires_grad and item.has_gradient]
+    parameters = sum(item.bytes for item in slices if item.kind == "parameter" or item.requires_grad)
+    memory = stage_memory(cut, part)
     return Footprint(
         parameters=parameters,
         gradients=sum(trained),
         optimizer=MOMENTS * sum(trained),
-        buffers=sum(_bytes(item) for item in slices) - parameters,
-        saved=int(memory.saved * part),
+        buffers=sum(item.bytes for item in slices) - parameters,
+        saved=int(memory.saved),
         in_flight=held,
-        forward=int(memory.forward * part),
-        backward=int(memory.backward * part),
-        inputs=int(memory.inputs * part),
-        gates=int(memory.gates * part),
+        forward=int(memory.forward),
+        first_backward=int(memory.first_backward),
+        backward=int(memory.backward),
+        inputs=int(memory.inputs),
+        gates=int(memory.gates),
         largest=max(trained, default=0),
         workspace=int(profile.workspace) * any(kind_of(node) in ("linear", "matmul") for node in cut.graph.nodes),
     )
-
-
-def _bytes(item: TensorSlice) -> int:
-    size = item.dtype.itemsize
-    for extent in item.shape:
-        size *= extent
-    return size

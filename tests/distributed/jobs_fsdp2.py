@@ -12,6 +12,7 @@ from snnpart.api import parallelize
 from snnpart.errors import SnnpartError
 from snnpart.ops_packed import PackedInput
 from snnpart.runtime.fsdp2 import Fsdp2
+from snnpart.runtime.gradients import local_part
 from snnpart.runtime.unit import Unit
 from tests.distributed.cases import CASES, Aux, det, fill
 from tests.distributed.jobs import dp_share, launch_case
@@ -35,6 +36,10 @@ def logged(name: str, *, steps: int = 2, evaluates: bool = False, **topology: An
         running.eval_step(mine[0]) if evaluates else running.train_step(*mine, loss)
     result = {"events": log.events, "most": log.most, "all": log.all, "units": [unit.number for unit in parallel.units]}
     result["between"] = sum(map(_whole_bytes, parallel.units))
+    foot = running.compiled.footprint_of(running.compiled.stage(0, 0), 2)
+    result |= {"gathered": foot.gathered, "predicted shards": foot.parameters}
+    result["shards"] = max(running.ranks.gather(sum(local_part(p).nbytes for p in running.parameters())))
+    result["tensors"] = sum(len(unit.members) for unit in parallel.units)
     running.close()
     return result
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from snnpart.api import parallelize
 from snnpart.errors import ConfigError, PlanError
+from snnpart.runtime.unit import aligned
 from tests.distributed.cases import Aux, det, fill, reset
 from tests.distributed.jobs_fsdp2 import UNLIKE, Hooked
 from tests.distributed.jobs_launch import both_answers, first_answer, second_answer
@@ -96,6 +97,16 @@ def test_two_units_are_whole_at_a_time(pool: Pool) -> None:
     (many,), (kept,) = (pool.run(JOBS + "logged", ranks=2, name="mobile", **how)[:1] for how in (AGAIN9, KEPT9))
     assert kept["most"] == kept["all"]
     assert many["most"] < 0.7 * many["all"]
+
+
+@pytest.mark.parametrize("how", [AGAIN9, KEPT9], ids=["again", "kept"])
+def test_what_is_gathered_and_what_is_in_shards_is_predicted(pool: Pool, how: dict[str, Any]) -> None:
+    """Tensors begin at aligned places in memory, and ranks have whole rows of dim 0. Sharded again, no two neighbours
+    hold more than is said; which two are whole together depends on where the first and the last reader are."""
+    found = pool.run(JOBS + "logged", ranks=2, name="mobile", **how)[0]
+    least = found["gathered"] if how is KEPT9 else 0.75 * found["gathered"]
+    assert least <= found["most"] <= found["gathered"] + found["tensors"] * aligned(1)
+    assert found["shards"] == pytest.approx(found["predicted shards"], rel=0.1)
 
 
 @pytest.mark.parametrize("how", [KEPT, AGAIN], ids=["kept", "again"])

@@ -1,0 +1,82 @@
+"""What a layer that is kept whole holds is what it was seen to hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from snnpart import facts, frameworks
+from snnpart.facts import LeafMemory
+from snnpart.passes.analyze.cost import AnalyzeCost
+from snnpart.passes.analyze.leaf_memory import measured
+from snnpart.trace import trace
+
+X = torch.zeros(4, 1, 8)
+
+
+class Square(nn.Module):
+    """Keeps its input and nothing else; what it computes on the way goes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x + (x.detach() + 1).detach() * 0
+
+
+class Exp(nn.Module):
+    """Keeps its result, which is no memory of its own; the sine keeps its input, which is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1).sin().exp()
+
+
+class Refuses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not on this input")
+
+
+def test_what_is_kept() -> None:
+    square = measured(Square(), X)
+    assert (square.own, square.state, square.keeps_input) == (0.0, 0.0, True) and square.forward >= 1
+    found = measured(Exp(), X)
+    assert (found.own, found.keeps_input) == (1.0, False)
+
+
+def test_a_layer_that_does_not_run_counts_as_a_neuron() -> None:
+    assert measured(Refuses(), X) == LeafMemory() and LeafMemory().own == 2
+
+
+@pytest.mark.parametrize("reset", [0.0, None])
+def test_a_framework_neuron(reset: float | None) -> None:
+    """Counted by hand for four steps: the hooks that autograd calls for what it saves."""
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    layer = neuron.LIFNode(step_mode="m", v_reset=reset)
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    x = X.clone().requires_grad_()
+    twin = frameworks.clone_leaf(layer, {})
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = twin(x)
+    other = [value for value in kept.values() if value.dim() and value.numel() > 1]
+    own = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in other}
+    own.pop(x.untyped_storage().data_ptr(), None)
+    last = 0 if reset is None else 2  # what the reset of the last step keeps, which goes with the state
+    assert measured(layer, X).own == (sum(own.values()) - last * X[0].nbytes) / y.nbytes
+
+
+def test_alike_layers_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    ran: list[Any] = []
+    name = "snnpart.passes.analyze.leaf_memory.measured"
+    monkeypatch.setattr(name, lambda module, x: ran.append(module) or LeafMemory(own=3.0))
+    net = nn.Sequential(nn.Linear(8, 8), neuron.LIFNode(step_mode="m"), nn.Linear(8, 8), neuron.LIFNode(step_mode="m"))
+    graph = trace(net, (X,), in_dims=1, time_dims=0)
+    AnalyzeCost().run(graph)
+    leaves = [node for node in graph.graph.nodes if node.op == "call_module"]
+    assert len(leaves) == 2 and len(ran) == 1
+    assert all(facts.need(node, LeafMemory).own == 3.0 for node in leaves)
