@@ -29,7 +29,7 @@ def statistics(x: Tensor) -> dict[str, float]:
     inner = tiles.inner_of(x)
     assert inner is not None
     own = tiles.tiles_for(x.numel() // channels, channels, inner, 64, x.numel(), sums=True)
-    kept = [torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64)]
+    kept = torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64)
     mean, var = batch_stats(x, own, *kept, 0.1)
     norm = nn.BatchNorm2d(channels).double()
     norm(x)
