@@ -87,11 +87,11 @@ class Halves:
                 _add(summed, at, torch.ones_like(root) if grad is None else grad)
         for gate in graph.gates:
             found = self._below(gate, graph)
-            own = {edge: grad for edge, grad in found.items() if hasattr(edge[0], "variable") and grad is not None}
+            own = {below: grad for below, grad in found.items() if hasattr(below[0], "variable") and grad is not None}
             if own:
-                whole([GradientEdge(*edge) for edge in own], list(own.values()))
-            for edge, grad in found.items():
-                _add(summed, edge, None if edge in own else grad)
+                whole([GradientEdge(*below) for below in own], list(own.values()))
+            for below, grad in found.items():
+                _add(summed, below, None if below in own else grad)
         return summed
 
     def _below(self, gate: Any, graph: _Graph) -> dict[Edge, Tensor | None]:
