@@ -63,8 +63,7 @@ class DecideStages:
         apart = best_copies(self, graph) if self.tied is None and self.pp > 1 else tuple(self.tied or ())
         separate(graph, apart)
         parts, stage_of, _ = self.assign(graph)
-        begins = {path: stage for stage, path in enumerate(self.split_at or (), 1)}
-        write_stages(graph, parts, stage_of, {**(self.pinned or {}), **begins})
+        write_stages(graph, parts, stage_of, {**(self.pinned or {}), **_begun(self.split_at or (), graph, stage_of)})
 
     def assign(self, graph: SpikeGraph) -> tuple[Parts, dict[Part, int], float]:
         """The parts of the graph, the stage of each one with keys, and the time of the slowest stage (us).
@@ -152,12 +151,26 @@ def write_stages(graph: SpikeGraph, parts: Parts, stage_of: Mapping[Part, int], 
 
 
 def _own_pin(part: Part, pinned: Mapping[str, int]) -> int:
-    """The pin of a free node's module; results taken out of a tuple stay where the tuple is made."""
+    """The pin of a free node's own module path; results taken out of a tuple stay where the tuple is made."""
     node = part.nodes[0]
     if any(facts.get(n, Value) is None for n in (node, *node.all_input_nodes)):
         return NOWHERE
-    pin = lookup(pinned, facts.origin(node).module)
-    return NOWHERE if pin is None else pin
+    return pinned.get(facts.origin(node).module, NOWHERE)
+
+
+def _begun(split_at: Sequence[str], graph: SpikeGraph, stage_of: Mapping[Part, int]) -> dict[str, int]:
+    """Pins of the modules that run where the named ones begin, no later than what reads them: a stage begins with the
+    first operation of its module, also with one without a tensor of its own."""
+    begins = {path: stage for stage, path in enumerate(split_at, 1)}
+    latest = {node: stage for part, stage in stage_of.items() for node in part.nodes}
+    pins: dict[str, int] = {}
+    for node in reversed(graph.graph.nodes) if begins else ():
+        latest.setdefault(node, min((latest[user] for user in node.users), default=len(split_at)))
+        path = facts.origin(node).module
+        pin = lookup(begins, path)
+        if pin is not None:
+            pins[path] = min(pin, latest[node], pins.get(path, pin))
+    return pins
 
 
 def _refuse_order(part: Part, stage: int, earliest: int, found: Mapping[fx.Node, int]) -> None:
