@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
     """Float32 without TF32, and the same algorithms in each run."""
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before, kept = [item.allow_tf32 for item in backends], torch.backends.cudnn.deterministic
     for item in backends:
         item.allow_tf32 = False
