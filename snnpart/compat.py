@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-__all__ = ["BatchNormBase", "FakeTensor", "FakeTensorMode", "InstanceNormBase"]
+__all__ = ["BatchNormBase", "FakeTensor", "FakeTensorMode", "InstanceNormBase", "TorchDispatchMode"]
 
 WEIGHT_NORM = torch._weight_norm
 """The operation of torch's weight normalisation: `WEIGHT_NORM(v, g, dim)`."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from snnpart.compat import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
