@@ -8,6 +8,7 @@ other code there. One that does not run so counts as keeping its input and its m
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 
@@ -23,6 +24,7 @@ from snnpart.ops_time import Loop
 from snnpart.passes.analyze.kinds import value_of
 
 Known = dict[Hashable, LeafMemory]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def put_leaf_memory(graph: SpikeGraph) -> None:
@@ -62,9 +64,18 @@ def measured(module: nn.Module, x: Tensor) -> LeafMemory:
     device = _device()
     tensors = {name: torch.zeros_like(value, device=device) for name, value in _tensors(module)}
     try:
-        return _run(frameworks.clone_leaf(module, tensors), x.to(device))
+        return _run(_without_hooks(frameworks.clone_leaf(module, tensors), module), x.to(device))
     except Exception:  # the layer's own code, on an input that it was not made for
         return LeafMemory()
+
+
+def _without_hooks(copy: nn.Module, module: nn.Module) -> nn.Module:
+    """The copy without the user's hooks, which would count a call that is none."""
+    for name, old in module.named_modules():
+        new = vars(copy.get_submodule(name))
+        for slot in _HOOKS:
+            new[slot] = OrderedDict((key, hook) for key, hook in new[slot].items() if key not in vars(old)[slot])
+    return copy
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

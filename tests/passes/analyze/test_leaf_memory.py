@@ -47,6 +47,16 @@ def test_a_layer_that_does_not_run_counts_as_a_neuron() -> None:
     assert measured(Refuses(), X) == LeafMemory() and LeafMemory().own == 2
 
 
+def test_hooks_of_the_user_do_not_run() -> None:
+    layer, called = Square(), list[str]()
+    layer.register_forward_pre_hook(lambda m, x: called.append("before"))
+    layer.register_forward_hook(lambda m, x, y: called.append("after"))
+    layer.register_full_backward_hook(lambda m, i, o: called.append("back"))
+    assert measured(layer, X).keeps_input and not called
+    layer(X)
+    assert called == ["before", "after"]
+
+
 @pytest.mark.parametrize("reset", [0.0, None])
 def test_a_framework_neuron(reset: float | None) -> None:
     """Counted by hand for four steps: the hooks that autograd calls for what it saves."""
