@@ -20,7 +20,7 @@ from snnpart.graph import SpikeGraph
 from snnpart.passes.analyze import kinds, reuse
 from snnpart.passes.analyze.kinds import argument, tensor_inputs
 
-_WEIGHTED = ("conv", "linear", "norm")
+_WEIGHTED = ("conv", "linear", "norm", "matmul")
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,16 @@ def find(graph: SpikeGraph) -> Loop:
     groups = _repeated(graph)
     length, whole = _length(graph, groups)
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
-    return Loop(_spread(graph, _seeds(whole, length), times, length), whole, length)
+    steps = _spread(graph, seeds(whole, length), times, length)
+    if reads := _reads(graph, steps, length) if whole else []:
+        whole = [*whole, *reads]
+        steps = _spread(graph, seeds(whole, length), times, length)
+    return Loop(steps, whole, length)
 
 
-def _seeds(groups: list[list[fx.Node]], length: int) -> dict[fx.Node, int]:
-    """The steps of the nodes of groups that are called at every step."""
-    return {node: place * length // len(nodes) for nodes in groups for place, node in enumerate(nodes)}
+def seeds(groups: Sequence[Sequence[fx.Node]], length: int) -> dict[fx.Node, int]:
+    """The steps of the nodes of groups that are called at every step, or at all but the last ones."""
+    return {node: place * length // max(length, len(nodes)) for nodes in groups for place, node in enumerate(nodes)}
 
 
 def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
@@ -63,9 +67,46 @@ def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
     return list(groups.values())
 
 
-def is_layer(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the group calls a layer: a function that is called twice in a line says little."""
-    return kinds.kind_of(nodes[0]) != "surrogate"
+def _reads(graph: SpikeGraph, steps: Mapping[fx.Node, int], length: int) -> list[list[fx.Node]]:
+    """The reads of single places of one tensor from outside the loop: of its frames, if there are as many. Those of the
+    last steps may be missing: what nobody needs is not traced."""
+    groups: defaultdict[object, list[fx.Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source not in steps and _is_whole(source):
+            dim = _dim_read(node) if kinds.name_of(node) in ("select", "getitem") else None
+            if dim is not None:
+                groups[source, dim].append(node)
+    return [nodes for nodes in groups.values() if _in_time(nodes, steps, length)]
+
+
+def _is_whole(source: fx.Node) -> bool:
+    """A tensor, or its frames as a tuple; not an operation with several results."""
+    return kinds.value_of(source) is not None or kinds.name_of(source) == "unbind"
+
+
+def _in_time(nodes: list[fx.Node], steps: Mapping[fx.Node, int], length: int) -> bool:
+    """Whether the reads come one a step: what reads them is of their step, or of none yet."""
+    if len(nodes) % length == 0:
+        return all(place * length // len(nodes) <= _needed(node, steps, length) for place, node in enumerate(nodes))
+    needed = [_needed(node, steps, place) for place, node in enumerate(nodes)]
+    return length < 2 * len(nodes) < 2 * length and all(step <= place for place, step in enumerate(needed))
+
+
+def _needed(node: fx.Node, steps: Mapping[fx.Node, int], default: int) -> int:
+    """The step of the first that reads the node, itself or through what has no step."""
+    while len(node.users) == 1 and node not in steps:
+        (node,) = node.users
+    return min([steps[item] for item in (node, *node.users) if item in steps], default=default)
+
+
+def _dim_read(node: fx.Node) -> int | None:
+    """The dim at which a number says which place is read, where one does."""
+    if kinds.name_of(node) == "select":
+        return _number(argument(node, 1, "dim")) if _number(argument(node, 2, "index")) is not None else None
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    dims = [dim for dim, item in enumerate(index) if _number(item) is not None]
+    return dims[0] if len(dims) == 1 and all(isinstance(item, (int, slice)) for item in index) else None
 
 
 def _length(graph: SpikeGraph, groups: list[list[fx.Node]]) -> tuple[int, list[list[fx.Node]]]:
@@ -78,7 +119,7 @@ def _length(graph: SpikeGraph, groups: list[list[fx.Node]]) -> tuple[int, list[l
     scores = {steps: _score(groups, steps) + (steps in given) for steps in counts | given if steps > 1}
     for steps in sorted(scores, key=lambda steps: (scores[steps], steps), reverse=True):
         whole = _whole(groups, steps)
-        if whole and reuse.is_time(graph, whole, _seeds(whole, steps), steps):
+        if whole and reuse.is_time(graph, whole, seeds(whole, steps), steps):
             return steps, whole
     return max((steps for steps in scores if steps in given), default=1), []
 

@@ -3,7 +3,8 @@
 A block that is called three times in a row and a loop over three steps look alike. What tells a step of time:
 
     the input    one value from outside (an input, or what a layer that is called once makes) is read at every step,
-                 step 0 included: a static image, the frames of one tensor
+                 step 0 included: a static image, the frames of one tensor. By a layer: that a function is called twice
+                 in a line says little
     fed back     the same, from step 1 on, beside what the step before made; of three steps or more, as the sum of a
                  block's input and output reads the block's first input once
     the state    a neuron layer is given the state that its call before left, or keeps it; or a spike reaches the next
@@ -34,7 +35,8 @@ _LEAST = 3
 def is_time(graph: SpikeGraph, groups: Sequence[Sequence[fx.Node]], seeds: Mapping[fx.Node, int], length: int) -> bool:
     """Whether the groups, whose nodes `seeds` puts at `length` steps, are called by a loop over time."""
     direct, beside = _entering(graph, seeds, length)
-    if reduce(frozenset.intersection, direct):
+    layers = any(kinds.kind_of(nodes[0]) != "surrogate" for nodes in groups)
+    if layers and reduce(frozenset.intersection, direct):
         return True
     later = beside[1:]
     if length >= _LEAST and reduce(frozenset.intersection, later):

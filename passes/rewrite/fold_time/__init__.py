@@ -7,6 +7,7 @@ graph's size does not depend on T.
 
     steps    which node runs at which step
     columns  which nodes are the same operation at successive steps, and what they carry over
+    weights  what is computed from the network's tensors alone, once
     parts    what depends on what: the form of each part (`forms`), the parts that stay sequential
     emit     the new graph (`sequential` the loops, `views` what enters and leaves)
 
@@ -38,6 +39,7 @@ from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter, Unplaced, carri
 from snnpart.passes.rewrite.fold_time.parts import Entangled, Part
 from snnpart.passes.rewrite.fold_time.sequential import emit_loop
 from snnpart.passes.rewrite.fold_time.steps import Steps
+from snnpart.passes.rewrite.fold_time.weights import compute_once
 
 _ROUNDS = 64
 _LOOPS = 8
@@ -53,13 +55,16 @@ class FoldTime:
     tier: ClassVar[Literal["exact", "reassociates"]] = "reassociates"
 
     def run(self, graph: SpikeGraph) -> None:
+        if steps_of.find(graph) is None:
+            return
+        compute_once(graph.graph)
         done: list[str] = []
         left: dict[str, str] = {}
         for _ in range(_LOOPS):
             steps, size = steps_of.find(graph), len(graph.graph.nodes)
             if steps is None:
                 break
-            columns, parts = _fold(graph, steps)
+            columns, parts = _fold(graph, _better(graph, steps))
             left = {name: why for name, why in left.items() if name not in {node.name for node in columns.of}}
             left = _left(columns) | left
             if len(graph.graph.nodes) >= size and done:
@@ -67,6 +72,16 @@ class FoldTime:
             done += _done(columns, parts)
         if done:
             graph.notes[PASS] = "\n".join((*done, *left.values()))
+
+
+def _better(graph: SpikeGraph, steps: Steps) -> Steps:
+    """The steps under which more is alike: as they are, or without first values."""
+    columns, _ = _arrange(graph, steps, {})
+    without = steps.without_first_values()
+    if not columns.reasons or len(without.of) == len(steps.of):
+        return steps
+    others, _ = _arrange(graph, without, {})
+    return without if len(others.of) > len(columns.of) else steps
 
 
 def _fold(graph: SpikeGraph, steps: Steps) -> tuple[Columns, list[Part]]:

@@ -9,7 +9,8 @@ and each operand
     is the same value from outside the loop.
 
 Step 0 may differ: a carried operand is then any first value, and a column may have no node of its own at step 0 but
-another value in its place (`first`), as a membrane that begins as the first input. Step T-1 may lack what nobody reads.
+another value in its place (`first`), as a membrane that begins as the first input. The last steps may lack what nobody
+reads.
 A column that fits at fewer steps is dissolved: its nodes stay as they are, and `reasons` says why.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import fx
 
 from snnpart import effects, facts
 from snnpart.facts import Value
-from snnpart.passes.rewrite.fold_time.steps import Steps
+from snnpart.passes.rewrite.fold_time.steps import Steps, key_of
 
 MODEL = 1
 """The step that the others are compared with."""
@@ -130,13 +131,14 @@ class _Match:
         self.steps, self.by_step, self.known = steps, steps.nodes(), known
         self.columns: list[Column] = []
         self.of: dict[fx.Node, tuple[Column, int]] = {}
+        self.unmatched: dict[int, set[Hashable]] = {}
         self.waiting: defaultdict[Any, list[Column]] = defaultdict(list)
         for node in self.by_step[MODEL]:
             if node not in dissolved:
                 column = Column(len(self.columns), [None] * steps.count)
                 self._enter(node, column, MODEL)
                 self.columns.append(column)
-                self.waiting[_key(node)].append(column)
+                self.waiting[key_of(node)].append(column)
 
     def read(self, node: fx.Node) -> dict[Path, Any]:
         """The node's arguments by path."""
@@ -195,7 +197,7 @@ class _Match:
 
     def _sort_in(self, node: fx.Node, step: int, allowed: int) -> bool:
         """Enter the node into the first column that it fits."""
-        for column in self.waiting.get(_key(node), ()):
+        for column in self.waiting.get(key_of(node), ()):
             if column.at(step) is not None:
                 continue
             needs = self._fits(column, node, step)
@@ -283,7 +285,7 @@ class _Match:
     def _incomplete(self, column: Column) -> str:
         last = self.steps.count - 1
         missing = [t for t, node in enumerate(column.nodes) if node is None]
-        middle = [t for t in missing if t not in (0, last)]
+        middle = [t for t in missing if 0 < t < last and (t < self._ran(column) or self._otherwise(column, t))]
         if column.at(0) is None:
             return "it has no value at step 0"
         if last in missing and any(
@@ -296,6 +298,16 @@ class _Match:
             if not isinstance(a, fx.Node):
                 column.indices |= {path: values} if (values := self._index(column, path)) else {}
         return ""
+
+    def _ran(self, column: Column) -> int:
+        """The last step at which there is a node."""
+        return max(t for t, node in enumerate(column.nodes) if node is not None)
+
+    def _otherwise(self, column: Column, step: int) -> bool:
+        """Whether the step has the operation, but with other operands; a neuron layer runs at every step anyway."""
+        if step not in self.unmatched:
+            self.unmatched[step] = {key_of(node) for node in self.by_step[step] if node not in self.of}
+        return column.model.op == "call_module" or key_of(column.model) in self.unmatched[step]
 
     def _index(self, column: Column, path: Path) -> list[int] | None:
         """The values of an index at every step; None when they are all the same."""
@@ -314,11 +326,6 @@ class _Match:
 def _must_run(node: fx.Node) -> bool:
     """Whether a copy of the node at a step where the user has none would change something."""
     return effects.writes_buffer(node) or effects.is_random(node)
-
-
-def _key(node: fx.Node) -> Any:
-    origin = facts.origin(node)
-    return node.op, node.target, origin.module, origin.file, origin.line
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from snnpart import facts, ops
+from snnpart import effects, facts, ops
 from snnpart.facts import Origin, Value, Values
 from snnpart.ops_time import batch_norm_repeated, batch_norm_steps
 from snnpart.passes.analyze import kinds
@@ -56,6 +56,19 @@ def carries_gradient(nodes: Iterable[fx.Node | None]) -> bool:
     return any(value is not None and value.requires_grad for value in values)
 
 
+def _is_moved(node: fx.Node) -> bool:
+    """Whether a value made here lies in memory with time first, though its shape has time elsewhere."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        item = waiting.pop()
+        if item.target is torch.movedim and facts.origin(item).made_by == PASS:
+            return True
+        if kinds.kind_of(item) == "elementwise":
+            waiting += [source for source in item.all_input_nodes if source not in seen]
+            seen.update(item.all_input_nodes)
+    return False
+
+
 class Unplaced(Exception):
     """`node` is read where the new graph has no value of it: only the first step inside a loop makes it."""
 
@@ -86,7 +99,8 @@ class Emitter:
         if node.op == "output":
             self.plain[node] = self.graph.output(map_arg(node.args[0], self.value))
         else:
-            args, kwargs = map_arg(node.args, self.value), map_arg(node.kwargs, self.value)
+            read = self._in_memory if effects.is_random(node) else self.value
+            args, kwargs = map_arg(node.args, read), map_arg(node.kwargs, read)
             self.plain[node] = self.graph.create_node(node.op, node.target, args, dict(kwargs), node.name)
         self.plain[node].meta = dict(node.meta)
 
@@ -98,6 +112,13 @@ class Emitter:
             raise Unplaced(node)
         column, step = self.columns.of[node]
         return self.at(column, step)
+
+    def _in_memory(self, node: fx.Node) -> fx.Node:
+        """An operand of a draw, as it lay in memory: its numbers are drawn in that order."""
+        made, value = self.value(node), facts.get(node, Value)
+        if value is None or not _is_moved(made):
+            return made
+        return self.add("contiguous", (made,), value, node)
 
     def at(self, column: Column, step: int) -> fx.Node:
         """One step's value of a column."""

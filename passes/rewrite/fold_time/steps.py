@@ -2,16 +2,21 @@
 
 A layer that is called T times is called at steps 0, 1, ... What follows from its results belongs to the latest step
 among its operands, and what only one step reads (`x[:, t]`, the first state) to that step.
+
+The first values of a loop may be made by the lines that it goes on with (`w = b * w + a * u`, of which each step reads
+what the step before left): what step 0 has one more of than step 1 is then from before the loop
+(`Steps.without_first_values`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from snnpart import ops
+from snnpart import facts, ops
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
 from snnpart.passes.analyze import kinds, loops
@@ -33,6 +38,25 @@ class Steps:
             found[step].append(node)
         return found
 
+    def without_first_values(self) -> Steps:
+        """The same steps without what step 0 does more often than step 1: the first of each such operation."""
+        first, second = (Counter[Hashable](key_of(node) for node in nodes) for nodes in self.nodes()[:2])
+        spare = first - second
+        of: dict[fx.Node, int] = {}
+        for node, step in self.of.items():
+            key = key_of(node)
+            if step == 0 and key in second and spare[key] > 0:
+                spare[key] -= 1
+            else:
+                of[node] = step
+        return Steps(self.count, of)
+
+
+def key_of(node: fx.Node) -> Hashable:
+    """What the same operation at another step has too."""
+    origin = facts.origin(node)
+    return node.op, node.target, origin.module, origin.file, origin.line
+
 
 def find(graph: SpikeGraph) -> Steps | None:
     """The steps of the graph's time loop; None when there is no loop of two steps or more."""
@@ -40,11 +64,14 @@ def find(graph: SpikeGraph) -> Steps | None:
         return None
     loop = loops.find(graph)
     count = loop.length
-    if count < 2 or not any(loops.is_layer(nodes) for nodes in loop.groups):
+    if count < 2 or not loop.groups:
         return None
-    seeds = {node: place * count // len(nodes) for nodes in loop.groups for place, node in enumerate(nodes)}
+    seeds = loops.seeds(loop.groups, count)
     of = _forward(graph, seeds)
     _backward(graph, of)
+    for node in graph.graph.nodes:
+        if node in of and any(of.get(source, -1) > of[node] for source in node.all_input_nodes):
+            del of[node]  # a call that reads what a later one reads first: the calls are not in the order of time
     return Steps(count, {node: of[node] for node in graph.graph.nodes if node in of})
 
 

@@ -57,18 +57,27 @@ def emit_slices(emitter: Emitter, column: Column) -> None:
 
 
 def _taken(column: Column) -> _Taken | None:
-    nodes = [node for node in column.nodes if node is not None]
     model, path = column.model, next(iter(column.indices))
     source = model.args[0]
-    if len(column.indices) != 1 or len(nodes) != len(column.nodes) or not isinstance(source, fx.Node):
+    missing = [node is None for node in column.nodes]
+    if len(column.indices) != 1 or missing != sorted(missing) or not isinstance(source, fx.Node):
         return None
     found = _place(model, source, path)
     value = facts.get(found[0], Value) if found is not None else None
     if found is None or value is None or value.slopes[found[1]]:
         return None
     size = value.shape[found[1]]
-    indices = [index % size for index in column.indices[path]]
+    indices = _lengthened([index % size for index in column.indices[path]], len(column.nodes), size)
     return _Taken(found[0], found[1], indices, found[2]) if len(list(_runs(indices))) <= _VIEWS else None
+
+
+def _lengthened(indices: list[int], steps: int, size: int) -> list[int]:
+    """The indices with some for the last steps, which read nothing: they go on as before where that is inside the
+    tensor."""
+    distance = indices[-1] - indices[-2] if len(indices) > 1 else 0
+    end = indices[-1] + distance * (steps - len(indices))
+    distance = distance if 0 <= end < size else 0
+    return indices + [indices[-1] + distance * more for more in range(1, steps - len(indices) + 1)]
 
 
 def _place(model: fx.Node, source: fx.Node, path: Any) -> tuple[fx.Node, int, tuple[Any, ...]] | None:
@@ -134,7 +143,7 @@ def emit_together(emitter: Emitter, node: fx.Node) -> bool:
     """Emit a stack or cat of all steps' values of one column as a view of them; False when the node is none."""
     column = _all_steps(emitter, node)
     if column is None:
-        return False
+        return _emit_behind(emitter, node)
     dim, out = argument(node, 1, "dim", 0), facts.need(node, Value)
     if kinds.name_of(node) == "stack":
         made = emitter.stacked(column)
@@ -146,6 +155,37 @@ def emit_together(emitter: Emitter, node: fx.Node) -> bool:
         made = _merged_at(emitter, column, dim, out, node)
     emitter.plain[node] = made
     return True
+
+
+def _emit_behind(emitter: Emitter, node: fx.Node) -> bool:
+    """Emit a stack of one or two values and, behind them, a column's from step 0 on: what each step begins with."""
+    found = _behind(emitter, node)
+    if found is None:
+        return False
+    column, first, count = found
+    out, dim, value = facts.need(node, Value), argument(node, 1, "dim", 0), emitter.folded[column].value
+    head = emitter.add(torch.stack, ([emitter.value(item) for item in first], 0), over_steps(value, len(first)), node)
+    rest = _evenly(emitter, emitter.stacked(column), over_steps(value, emitter.steps), list(range(count)), node)
+    whole = replace(over_steps(value, len(first) + count), requires_grad=out.requires_grad)
+    made = emitter.add(torch.cat, ((head, rest), 0), whole, node, None if dim else node.name)
+    if dim:
+        made = emitter.add(torch.movedim, (made, 0, dim), replace(out, stride=()), node, node.name)
+    emitter.plain[node] = made
+    return True
+
+
+def _behind(emitter: Emitter, node: fx.Node) -> tuple[Column, list[fx.Node], int] | None:
+    """The column, the values before it, and how many of its steps the stack holds: all but two at least."""
+    items = node.args[0] if node.target is torch.stack else None
+    if not isinstance(items, (tuple, list)) or not items or items[-1] not in emitter.columns.of:
+        return None
+    column, last = emitter.columns.of[items[-1]]  # type: ignore[index]
+    first = len(items) - last - 1
+    if not 0 < first <= _VIEWS or last + 1 < max(2, emitter.steps - _VIEWS) or emitter.folded[column].stacked is None:
+        return None
+    if any(column.at(step) is not item for step, item in enumerate(items[first:])):
+        return None
+    return column, list(items[:first]), last + 1  # type: ignore[arg-type]
 
 
 def _merged_at(emitter: Emitter, column: Column, dim: int, out: Value, node: fx.Node) -> fx.Node:
