@@ -36,15 +36,15 @@ class Scaled(nn.Module):
         self.factor = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.n.v = 0.0
+        self.n.v = None
         return self.b(self.n(self.factor * self.a(x)))
 
-    def half(self, gradient: Tensor) -> Tensor:
+    def halved(self, gradient: Tensor) -> Tensor:
         return gradient / 2
 
 
-def hooked(name: str) -> Scaled:
-    net = fill(Scaled())
+def hooked(name: str) -> Any:
+    net: Any = fill(Scaled())
     net.get_parameter(name).register_hook(shortened)
     return net
 
@@ -108,8 +108,8 @@ def test_a_saved_program_keeps_the_hooks(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    net = fill(Scaled())
-    net.a.weight.register_hook(net.half)
+    net: Any = fill(Scaled())
+    net.a.weight.register_hook(net.halved)
     compiled = parallelize(net, example_inputs=data(5, 4) * 2).compiled
     with pytest.raises(CheckpointError, match=r"gradient hook: 'a.weight' is a module \(Scaled\)"):
         artifact.save(compiled, tmp_path / "p")
