@@ -1,7 +1,7 @@
 """Pipelines on this machine: how even the stages are, how long ranks wait by schedule, what a step sends and holds.
 
     python tools/bench/pipeline.py                           the CPU's rows: five networks with pp 2, 4, 8 (minutes)
-    python tools/bench/pipeline.py --only memory --device cuda    peak memory by schedule on two GPUs
+    python tools/bench/pipeline.py --only memory --device cuda    peak memory by schedule; one GPU will do
     python tools/bench/pipeline.py --quick                   one network with pp 2, and two schedules
 
 - *balance*: the slowest stage over the mean, 1 at best. Stages are cut by the network's own measured times
@@ -201,7 +201,7 @@ def memory(device: str, names: Sequence[str]) -> Iterator[Row]:
     for name, fused in itertools.product(names, (False, True)):
         label = f"sew_resnet34 pp=2 {name}{' fused' if fused else ''} G=32"
         if device == "cpu":
-            command = "needs two GPUs: python tools/bench/pipeline.py --only memory --device cuda"
+            command = "needs a GPU: python tools/bench/pipeline.py --only memory --device cuda"
             yield row(label, "peak memory measured", "B", None, command)
             continue
         for rank, times in enumerate(run_ranks(Job("large", 2, name, MICROBATCHES, device, fused=fused))):
