@@ -40,9 +40,19 @@ class _Inside:
         assert isinstance(node.target, Loop)
         self.node, self.loop, self.ask, self.follow = node, node.target, ask, follow
         self.sequences, self.fixed, self.carried = (tuple(part) for part in node.args)  # type: ignore[union-attr, arg-type]
+        self.cut: dict[fx.Node, Sharded] = {}
 
     def row(self) -> Row:
-        lanes = [_step_lane(self.ask.lane(x)) for x in self.sequences] + [self.ask.lane(x) for x in self.fixed]
+        """The row, with tensors of the network that are the same at every step (thresholds) cut as what reads them."""
+        while True:
+            try:
+                return self._found()
+            except _Cut as needs:
+                self.cut[needs.tensor] = needs.lane
+
+    def _found(self) -> Row:
+        lanes = [_step_lane(self.ask.lane(x)) for x in self.sequences]
+        lanes += [self.cut.get(x, self.ask.lane(x)) for x in self.fixed]
         inputs = [node for node in self.loop.body.nodes if node.op == "placeholder"]
         known = [(node, lane) for node, lane in zip(inputs, lanes) if lane is not None]
         carried = [_like(node, known) for node in inputs[len(lanes) :]]
@@ -70,7 +80,7 @@ class _Inside:
         """A first value of full size is cut as the values after it; an empty one or a number stays whole."""
         value = facts.get(source, Value)
         if begins is None or value is None:
-            return self.ask.lane(source) or R
+            return self.cut.get(source) or self.ask.lane(source) or R
         size = max(stop for own in begins.pieces for _, stop in own)
         fits = len(value.shape) > begins.dim and value.shape[begins.dim] == size
         return begins if fits else R
@@ -87,6 +97,14 @@ class _Inside:
                 lanes[node] = self._lane(node, inside)
         return [lanes.get(n) if isinstance(n, fx.Node) else None for n in output_node(graph).args[0]]  # type: ignore[union-attr]
 
+    def _cut_tensor(self, source: fx.Node, wanted: Spread) -> None:
+        """Raise `_Cut` where what an operation reads otherwise than it lies is a tensor that can be cut."""
+        inputs = [node for node in source.graph.nodes if node.op == "placeholder"]
+        fixed = dict(zip(inputs[len(self.sequences) :], self.fixed))
+        outer = fixed.get(source)
+        if outer is not None and outer.op == "get_attr" and outer not in self.cut and isinstance(wanted, Sharded):
+            raise _Cut(outer, wanted)
+
     def _lane(self, node: fx.Node, inside: Ask) -> Lane:
         if is_matrix(node):
             raise Declined(f"{node.name} inside it needs all channels at every step")
@@ -99,6 +117,7 @@ class _Inside:
             raise Declined(f"{node.name} inside it normalises over the sharded dim")
         for source, wanted in zip(node.all_input_nodes, found.inputs, strict=True):
             if wanted != (inside.lane(source) or R):
+                self._cut_tensor(source, wanted)
                 raise Declined(f"{node.name} inside it needs an operand otherwise than it lies")
         if isinstance(found.output, Sharded):
             placement = Placement(found.rule, found.output, found.inputs)
@@ -106,6 +125,14 @@ class _Inside:
                 raise Declined(f"{node.name} inside it has a number of channels among its arguments")
             return found.output
         return None
+
+
+class _Cut(Exception):
+    """A tensor of the network that the loop reads must be cut."""
+
+    def __init__(self, tensor: fx.Node, lane: Sharded) -> None:
+        super().__init__()
+        self.tensor, self.lane = tensor, lane
 
 
 def _idles(lane: Sharded) -> bool:
