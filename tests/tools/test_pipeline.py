@@ -64,3 +64,12 @@ def test_rows_of_sections_that_were_not_run_are_kept(tmp_path: object) -> None:
 def test_memory_needs_gpus() -> None:
     options = argparse.Namespace(quick=True, only=["memory"], device="cpu")
     assert {found["status"] for _, found in pipeline.rows(options)} == {"not-run"}
+
+
+def test_peaks_of_a_gpu_stay_in_a_run_without_one() -> None:
+    options = argparse.Namespace(quick=True, only=["memory"], device="cpu")
+    before = [
+        pipeline.row(f"sew_resnet34 pp=2 zbv G=32 rank {rank}", "peak memory measured", "B", 7) for rank in (0, 1)
+    ]
+    found = [line for _, line in pipeline.rows(options, before)]
+    assert [line for line in found if line["status"] != "not-run"] == before

@@ -13,7 +13,7 @@
 - *bubble*: the share of the ranks' time in which they do not compute, measured on processes that train, beside the
   predicted one. `chain` is a chain of layers that sleep, so that 4 ranks can be measured on 2 cores; `sew_resnet34` has
   its predictions from measured times.
-- *memory*: peak bytes of a rank, beside the predicted ones (GPU).
+- *memory*: peak bytes of a rank, beside the predicted ones. A run without a GPU leaves the rows of one as they are.
 
 Rows of other kinds in the CSV are kept. No peer cuts these networks unmodified, so its columns are empty.
 """
@@ -195,14 +195,15 @@ def bubble_rows(label: str, said: float, steps: Sequence[float]) -> Iterator[Row
     yield row(label, "bubble measured", "1", statistics.median(steps), repeats=len(steps)) | {"spread": spread}
 
 
-def memory(device: str, names: Sequence[str]) -> Iterator[Row]:
+def memory(device: str, names: Sequence[str], before: Sequence[Row]) -> Iterator[Row]:
     """Peak bytes of each of two ranks by schedule: SEW-ResNet34 at 128 x 128, batch 32, its neurons as the framework
-    runs them and fused."""
+    runs them and fused. Without a GPU what one gave `before` stays."""
     for name, fused in itertools.product(names, (False, True)):
         label = f"sew_resnet34 pp=2 {name}{' fused' if fused else ''} G=32"
         if device == "cpu":
+            measured = [line for line in before if line["point"].startswith(f"{label} rank")]
             command = "needs a GPU: python tools/bench/pipeline.py --only memory --device cuda"
-            yield row(label, "peak memory measured", "B", None, command)
+            yield from measured or [row(label, "peak memory measured", "B", None, command)]
             continue
         for rank, times in enumerate(run_ranks(Job("large", 2, name, MICROBATCHES, device, fused=fused))):
             off = times.peak / times.predicted_bytes - 1
@@ -226,8 +227,8 @@ def _machine() -> str:
     return cores() + gpu
 
 
-def rows(options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
-    """All rows with the section they belong to."""
+def rows(options: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[tuple[str, Row]]:
+    """All rows with the section they belong to; `before`: those that the file holds."""
     names = ("gpipe", "zbv") if options.quick else schedules.NAMES
     wanted = options.only or ("balance", "cut", "bubble", "memory")
     nets = {"sew_resnet34": SMALL} if options.quick else NETS
@@ -241,7 +242,7 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
             yield from (("bubble", found) for found in bubbles(pp, names))
             yield from (("bubble", found) for found in real_bubbles(pp, () if options.quick else names))
     if "memory" in wanted:
-        yield from (("memory", found) for found in memory(options.device, names))
+        yield from (("memory", found) for found in memory(options.device, names, before))
 
 
 SECTION = {
@@ -271,7 +272,7 @@ def main() -> int:
     table, made = [], set()
     target = options.output or (None if options.quick else ROOT / "docs/results/pipeline.csv")
     before = [] if target is None else read(target)
-    for section, found in rows(options):
+    for section, found in rows(options, before):
         made.add(section)
         table.append(found)
         print(
