@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,19 +24,18 @@ from snnpart.runtime.ranks import Ranks
 class FirstOfTwo(Heartbeat):
     """Rank 0 of a pipeline of two; nobody else is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[str], None] | None = None) -> None:
         alone = Axis(None, 0, (0, 1))
-        super().__init__(Ranks(0, Mesh(1, 2, 1), torch.device("cpu"), {}, alone), timedelta(seconds=1))
+        super().__init__(Ranks(0, Mesh(1, 2, 1), torch.device("cpu"), {}, alone), timedelta(seconds=1), end)
         self._silence = 1.5
 
     def _connect(self) -> dist.TCPStore:
         return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
-    def hear(self, count: int) -> None:
+    def hear(self, count: int, operation: str = "receiving, stage 1", seconds: float = 0.0) -> None:
         """A beat of rank 1, which waits for us as far as it has said."""
         assert self._store is not None
-        record = {"count": count, "operation": "receiving, stage 1", "seconds": 0.0}
-        self._store.set("beat1", json.dumps(record))
+        self._store.set("beat1", json.dumps({"count": count, "operation": operation, "seconds": seconds}))
 
 
 def test_a_wait_for_the_device_is_given_up_sooner_when_a_rank_has_failed() -> None:
@@ -62,3 +67,46 @@ def test_a_rank_is_named_whose_last_beat_is_seen_late() -> None:
     heartbeat.close()
     assert reason.startswith("rank 1 (dp 0, pp 1, tp 0) stopped answering"), reason
     assert reason.endswith("in receiving, stage 1")
+
+
+def test_a_process_is_ended_by_one_operation_that_lasts_beyond_the_timeout_not_by_several() -> None:
+    """The main thread cannot be woken; the reason says where it is, and who is to blame."""
+    reasons: list[str] = []
+    ended = threading.Event()
+
+    def end(reason: str) -> None:
+        reasons.append(reason)
+        ended.set()
+
+    heartbeat = FirstOfTwo(end)
+    heartbeat._silence = 60.0  # rank 1 speaks once
+    heartbeat.hear(1, "the loss, stage 1, microbatch 2", 0.7)
+    for microbatch in range(4):
+        with heartbeat.within(f"sending, stage 0, microbatch {microbatch}"):
+            time.sleep(0.5)
+    assert not reasons  # two seconds, of which none was in one operation for 1.5
+    with heartbeat.within("agreeing on the batch, start of a step"):
+        assert ended.wait(20)
+    heartbeat._silence = 0.0  # nobody else will leave
+    heartbeat.close()
+    (reason,) = reasons
+    here = r"rank 0 \(dp 0, pp 0, tp 0\) is in agreeing on the batch, start of a step for \d+ s"
+    assert re.fullmatch(here + r"\. rank 1 \(dp 0, pp 1, tp 0\) is in the loss, stage 1, microbatch 2 for 1 s", reason)
+
+
+def test_an_ended_process_has_said_why() -> None:
+    """A process of its own, whose main thread sleeps on."""
+    script = (
+        "import time\n"
+        "from tests.runtime.test_heartbeat import FirstOfTwo\n"
+        "heartbeat = FirstOfTwo()\n"
+        "heartbeat._silence = 60.0\n"
+        "heartbeat.hear(1, 'the loss, stage 1', 0.7)\n"
+        "with heartbeat.within('the loss, stage 0'):\n"
+        "    time.sleep(90)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 1
+    assert "snnpart: rank 0 (dp 0, pp 0, tp 0) is in the loss, stage 0 for" in done.stderr
+    assert "rank 1 (dp 0, pp 1, tp 0) is in the loss, stage 1 for" in done.stderr
