@@ -257,7 +257,7 @@ def _check_hooks(compiled: CompiledProgram) -> None:
                 f"'{part.name}' has a hook that runs after its gradient is accumulated, which happens on a copy",
                 fix="register it on the running program's parameter: dict(running.named_parameters())",
             )
-        if (part.dim is not None or part.partial_gradient) and part.leaf is None and hooks.needs_whole(tensor):
+        if (part.dim is not None or part.partial_gradient) and hooks.needs_whole(tensor):
             owner = part.name.rpartition(".")[0]
             raise PlanError(
                 f"'{part.name}' has a gradient hook, which expects the whole gradient; a tp rank has a part of it",

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from snnpart import artifact, hooks, parallelize, simulate
 from snnpart.errors import CheckpointError, PlanError
+from snnpart.passes.decide import table
 from snnpart.program import CompiledProgram
 from tests.lowering import assert_gradients, near
 from tests.neurons import LIF, data, fill
 
 WHOLE = "has a gradient hook, which expects the whole gradient"
+KEEP = r"to mend it: .*keep the layer whole: shard=\{\"a\": \"replicate\"\}"
 
 
 def shortened(gradient: Tensor) -> Tensor:
@@ -72,8 +74,31 @@ def test_a_hook_sees_the_whole_gradient_of_a_layer_that_stays_whole(name: str, t
 def test_why_and_refusals_name_the_hook() -> None:
     net, x = hooked("a.weight"), data(5, 4) * 2
     assert f"'a.weight' {WHOLE}" in str(parallelize(net, tp=2, example_inputs=x).report().why("a"))
-    with pytest.raises(PlanError, match=f"'a.weight' {WHOLE}"):
+    with pytest.raises(PlanError, match=rf"'a.weight' {WHOLE}(.|\n)*" + KEEP):
         parallelize(net, tp=2, example_inputs=x, shard={"a": "column"})
+
+
+def test_a_placement_that_overlooked_a_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_hooked", lambda node, found, ask: found)
+    with pytest.raises(PlanError, match=rf"'a.weight' {WHOLE}; a tp rank has a part of it(.|\n)*" + KEEP):
+        parallelize(hooked("a.weight"), tp=2, example_inputs=data(5, 4) * 2, shard={"a": "column"})
+
+
+def test_a_layer_of_a_framework_whose_own_number_has_a_hook_stays_whole() -> None:
+    """Its channels lie on the ranks, and the number's gradient is a sum over them."""
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    functional = pytest.importorskip("spikingjelly.activation_based.functional")
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), neuron.ParametricLIFNode(step_mode="m"), nn.Linear(6, 4)]
+    net, x = nn.Sequential(*layers).double(), torch.rand(3, 5, 4, dtype=torch.float64) * 4
+    net[1].w.register_hook(lambda gradient: gradient * gradient.abs())
+    program = parallelize(net, tp=2, example_inputs=x, input_layout="TNC")
+    assert f"'1.w' {WHOLE}" in str(program.report().why("1"))
+    assert {part.name for part in program.compiled.stage(0, 0).tensors if part.dim is not None} >= {"0.weight"}
+    functional.reset_net(net)
+    assert_same(net, x, program.compiled)
+    with pytest.raises(PlanError, match=rf"'1.w' {WHOLE}(.|\n)*" + KEEP.replace("a\\", "1\\")):
+        parallelize(net, tp=2, example_inputs=x, input_layout="TNC", shard={"1": "shard"})
 
 
 @pytest.mark.parametrize(("dim", "pieces"), [(0, ((1, 3),)), (1, ((0, 1), (3, 4))), (1, ())])

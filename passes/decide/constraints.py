@@ -36,10 +36,11 @@ def pins_for(graph: SpikeGraph, tp: int, shard: Mapping[str, str]) -> dict[str, 
     pins: dict[str, str] = {}
     for name, rule in shard.items():
         found = _matching(name, matrices) or _matching(name, followers)
-        whole = rule == REPLICATE and _matching(name, {path_of(node) for node in graph.graph.nodes})
-        if not found and not whole:  # what cannot be shared may be asked to stay whole
+        others = [] if found else _matching(name, _called(graph))
+        if not found and not others:
             raise _nothing(name, [*matrices, *followers], graph)
-        pins.update(dict.fromkeys(found, rule))
+        # what cannot be shared may be asked to stay whole; the placement refuses other rules, with the reason
+        pins.update(dict.fromkeys(found or (others if rule != REPLICATE else ()), rule))
     return pins
 
 
@@ -59,6 +60,12 @@ def _paths(lanes: Lanes, graph: SpikeGraph) -> tuple[list[str], list[str]]:
     able = {path_of(node) for node in lanes.rows} - {""} - set(matrices)
     order = dict.fromkeys(path_of(node) for node in graph.graph.nodes)
     return matrices, [path for path in order if path in able]
+
+
+def _called(graph: SpikeGraph) -> list[str]:
+    """Paths of all layers that compute something."""
+    called = (node for node in graph.graph.nodes if node.op.startswith("call_"))
+    return [path for path in dict.fromkeys(map(path_of, called)) if path]
 
 
 def _matching(name: str, paths: Iterable[str]) -> list[str]:

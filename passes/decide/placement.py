@@ -198,9 +198,14 @@ def _checked_rule(path: str, rule: str, group: Group) -> str:
         raise PlanError(
             f"it cannot be sharded by '{rule}'" + (f": {reason}" if reason else ""),
             where=f"'{path}'",
+            fix=_whole(path),
             choices=group.rules,
         )
     return rule
+
+
+def _whole(path: str) -> str:
+    return f'ask for nothing, or keep the layer whole: shard={{"{path}": "{REPLICATE}"}}'
 
 
 def _pin_followers(
@@ -215,7 +220,8 @@ def _pin_followers(
     valid = (*dict.fromkeys(found.rule for found in rows), REPLICATE)
     if rule not in valid:
         reason = next((lanes.reasons[node] for node in nodes if node in lanes.reasons), "its input is never sharded")
-        raise PlanError(f"it cannot be sharded by '{rule}': {reason}", where=f"'{path}'", choices=valid)
+        what = f"it cannot be sharded by '{rule}': {reason}"
+        raise PlanError(what, where=f"'{path}'", fix=_whole(path), choices=valid)
     for node in nodes:
         cluster = cluster_of.get(node)
         if cluster is not None and states.setdefault(cluster, rule != REPLICATE) != (rule != REPLICATE):

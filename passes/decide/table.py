@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from snnpart import hooks, ops
 from snnpart.compat import WEIGHT_NORM
 from snnpart.effects import DRAWN
 from snnpart.facts import Sharded
+from snnpart.graph import SpikeGraph, TensorInfo
 from snnpart.ops_time import TIME_OPS, Loop
 from snnpart.passes.decide import rules_local, rules_matrix, rules_norm, rules_shape
 from snnpart.passes.decide.parts import is_bundle
@@ -138,12 +139,21 @@ def follow(node: fx.Node, ask: Ask) -> Row:
 
 def _hooked(node: fx.Node, found: Row, ask: Ask) -> Row:
     """The row, if no tensor of which a rank has a part of the gradient has a hook that expects the whole."""
+    for info in _in_parts(node, found, ask.graph):
+        if hooks.needs_whole(info.tensor):
+            raise Declined(f"'{info.name}' has a gradient hook, which expects the whole gradient")
+    return found
+
+
+def _in_parts(node: fx.Node, found: Row, graph: SpikeGraph) -> Iterator[TensorInfo]:
+    """Tensors of which a rank has a part of the gradient: all of a leaf's, which sees its own channels only."""
     for index, (source, spread) in enumerate(zip(node.all_input_nodes, found.inputs, strict=True)):
         if source.op == "get_attr" and (isinstance(spread, Sharded) or index in found.partial):
-            info = ask.graph.tensors.get(str(source.target))
-            if info is not None and hooks.needs_whole(info.tensor):
-                raise Declined(f"'{info.name}' has a gradient hook, which expects the whole gradient")
-    return found
+            info = graph.tensors.get(str(source.target))
+            yield from () if info is None else (info,)
+    if node.op == "call_module":
+        own = f"{node.target}."
+        yield from (t for t in graph.tensors.values() if any(n.startswith(own) for n in (t.name, *t.aliases)))
 
 
 _MATRIX_RULES: Mapping[str, Rule] = {

@@ -223,7 +223,7 @@ def test_hooks_on_the_users_parameters_run_on_their_copies(pool: Pool, how: dict
 
 
 def test_hooks_that_would_not_see_what_they_were_made_for_are_refused() -> None:
-    with pytest.raises(PlanError, match="'a.weight' has a gradient hook, which expects the whole gradient"):
+    with pytest.raises(PlanError, match=r"'a.weight' has a gradient hook(.|\n)*shard=\{\"a\": \"replicate\"\}"):
         parallelize(doubling(), example_inputs=det(4, 4) * 2, tp=2, shard={"a": "column"})
     net = fill(Hooked(), scale=0.9)
     net.a.weight.register_post_accumulate_grad_hook(lambda parameter: None)
