@@ -3,6 +3,9 @@
 torch keeps the input and eight bytes a window. Here the place is counted inside the window (row by row, the first is
 0), so that a byte holds it. Results and gradients are torch's: of equal numbers the first one gets the gradient, of
 several that are not a number the last. This is the reference for the CPU, and for checking the kernels of GPUs.
+
+In half precision a place that several windows chose gets their sum in float32, rounded once: torch's on GPUs, and ours.
+torch on a CPU rounds after each addition, so gradients differ there by such a rounding where windows overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 64
-"""Places of a window: a kernel has them all in its text."""
+"""Places of a window, and of a stride by stride tile: a kernel has them all in its text."""
 
 Pair = tuple[int, int]
 
@@ -60,9 +63,9 @@ class Window:
         return top.unsqueeze(1), left
 
 
-def is_small(size: Sequence[int], dilation: Sequence[int]) -> bool:
-    """Whether windows of this size are pooled here: few places, side by side."""
-    return tuple(dilation) == (1, 1) and size[0] * size[1] <= LARGEST
+def is_small(size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Whether windows of this size are pooled here: few places, side by side, and few from one window to the next."""
+    return tuple(dilation) == (1, 1) and max(size[0] * size[1], stride[0] * stride[1]) <= LARGEST
 
 
 def max_pool2d(
@@ -93,8 +96,10 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (codes,) = ctx.saved_tensors
         places = ctx.window.places(codes, ctx.shape[3])
-        dx = dy.new_zeros(*ctx.shape[:2], ctx.shape[2] * ctx.shape[3])
-        return dx.scatter_add_(2, places.flatten(2), dy.flatten(2)).view(ctx.shape), None
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        dx = dy.new_zeros(*ctx.shape[:2], ctx.shape[2] * ctx.shape[3], dtype=wide)
+        dx.scatter_add_(2, places.flatten(2), dy.flatten(2).to(wide))
+        return dx.view(ctx.shape).to(dy.dtype), None
 
 
 POOL_OPS: tuple[Callable[..., Tensor], ...] = (max_pool2d,)

@@ -2,8 +2,8 @@
 
 On a GPU `ops_pool.max_pool2d` is two kernels of ours (`runtime.kernels.max_pool`), of which that for backward is
 several times faster than torch's with channels last. Done where images lie so (`Plan.channels_last`). A pooling stays
-torch's if its windows have gaps (dilation) or more than `ops_pool.LARGEST` places, if the places themselves are asked
-for, and over anything but images [N, C, H, W] in floating point.
+torch's if its windows have gaps (dilation) or more than `ops_pool.LARGEST` places, or its strides step over more, if
+the places themselves are asked for, and over anything but images [N, C, H, W] in floating point.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _applies(node: fx.Node) -> bool:
     """Whether the pooling is spelled out, (x, size, stride, padding, dilation, ceil), and one that codes can be of."""
     if len(node.args) != 6 or node.kwargs:
         return False
-    size, dilation, value = node.args[1], node.args[4], facts.get(node, Value)
+    window, value = (node.args[1], node.args[2], node.args[4]), facts.get(node, Value)
     images = value is not None and len(value.shape) == 4 and value.dtype.is_floating_point
-    return images and _is_pair(size) and _is_pair(dilation) and ops_pool.is_small(size, dilation)  # type: ignore[arg-type]
+    return images and all(map(_is_pair, window)) and ops_pool.is_small(*window)  # type: ignore[arg-type]
 
 
 def _is_pair(item: Any) -> bool:

@@ -68,11 +68,12 @@ def test_poolings_of_images_with_channels_last_keep_codes() -> None:
     [
         lambda x: F.max_pool2d(x, 3, 2, 1, dilation=2),
         lambda x: F.max_pool2d(x, 9, 2, 4),
+        lambda x: F.max_pool2d(F.pad(x, (0, 10, 0, 10)), 1, (13, 5)),
         lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
         lambda x: F.avg_pool2d(x, 2),
         lambda x: F.adaptive_max_pool2d(x, 4),
     ],
-    ids=["dilated", "large", "places asked for", "average", "adaptive"],
+    ids=["dilated", "large", "far apart", "places asked for", "average", "adaptive"],
 )
 def test_what_stays_torch_s(pool: Callable[[Tensor], Tensor]) -> None:
     """Only the pooling behind it keeps codes."""

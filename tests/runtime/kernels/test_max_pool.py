@@ -26,6 +26,21 @@ def test_the_reference_gives_what_torch_gives(pooling: Pooling, dtype: torch.dty
         assert float(gradient.abs().max()) > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+def test_in_half_precision_sums_are_rounded_once(pooling: Pooling, dtype: torch.dtype) -> None:
+    """Values are torch's; a gradient is the rounded one of float32."""
+    for shape in SHAPES:
+        x = images(shape, dtype, True)
+        assert "values" not in differs(ops_pool.max_pool2d, pooling, x)
+        _, gradient = ran(ops_pool.max_pool2d, pooling, x)
+        wide = x.float().requires_grad_()
+        y = pooling.of(torch.max_pool2d, wide)
+        dy = torch.rand(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+        y.backward(dy.float())
+        assert wide.grad is not None and torch.equal(gradient, wide.grad.to(dtype))
+
+
 def test_kernels_give_what_torch_gives() -> None:
     """Triton is told to interpret before it is imported: in a process of its own."""
     pytest.importorskip("triton")
