@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from snnpart.ops import Surrogate
 from tools.bench import pipeline
 from tools.bench.pipeline_nets import CHAIN
 from tools.bench.pipeline_ranks import RankTimes, bubble
+from tools.bench.rows import RESULTS, Row
 
 
 def test_balance_is_one_for_equal_stages() -> None:
@@ -49,27 +53,67 @@ def test_the_chain_is_cut_into_equal_stages(pp: int, schedule: str) -> None:
     assert all(facts.need(node, Value).requires_grad for g in graphs for node in g.nodes if node.target is F.linear)
 
 
-def test_rows_of_sections_that_were_not_run_are_kept(tmp_path: object) -> None:
-    path = tmp_path / "t.csv"  # type: ignore[operator]
-    memory, bubbles = (
-        pipeline.row("a", "peak memory measured", "B", None),
-        pipeline.row("b", "bubble measured", "1", 0.5),
-    )
-    pipeline.write(path, [memory, bubbles])
-    assert [line["point"] for line in pipeline.kept(pipeline.read(path), {"bubble"})] == ["a"]
-    assert memory["status"] == "not-run" and bubbles["ours"] == "0.5"
+def test_a_row_that_is_not_made_is_not_run_and_one_beyond_its_limit_has_failed() -> None:
+    assert pipeline.row("a", "peak memory measured", "B", None)["status"] == "not-run"
+    assert pipeline.row("b", "bubble measured", "1", 0.5)["ours"] == "0.5"
     assert pipeline.row("c", "balance measured", "1", 1.3, ok=False)["status"] == "failed"
 
 
 def test_memory_needs_gpus() -> None:
     options = argparse.Namespace(quick=True, only=["memory"], device="cpu")
-    assert {found["status"] for _, found in pipeline.rows(options)} == {"not-run"}
+    assert {found["status"] for found in pipeline.rows(options)} == {"not-run"}
 
 
-def test_peaks_of_a_gpu_stay_in_a_run_without_one() -> None:
-    options = argparse.Namespace(quick=True, only=["memory"], device="cpu")
-    before = [
-        pipeline.row(f"sew_resnet34 pp=2 zbv G=32 rank {rank}", "peak memory measured", "B", 7) for rank in (0, 1)
-    ]
-    found = [line for _, line in pipeline.rows(options, before)]
-    assert [line for line in found if line["status"] != "not-run"] == before
+def peaks(ok: bool = True) -> list[Row]:
+    """What a GPU gave for one schedule."""
+    points = [f"sew_resnet34 pp=2 zbv G=32 rank {rank}" for rank in (0, 1)]
+    return [pipeline.row(point, "peak memory measured", "B", 7, ok=ok) for point in points]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_peaks_of_a_gpu_stay_in_a_run_without_one_which_they_do_not_fail(tmp_path: Path, ok: bool) -> None:
+    path = tmp_path / "t.csv"
+    bubbles = pipeline.row("chain pp=2 zbv", "bubble measured", "1", 0.5)
+    pipeline.write(path, [bubbles, *peaks(ok)])
+    before = pipeline.read(path)
+    for _ in range(2):
+        assert pipeline.main(["--quick", "--only", "memory", "--output", str(path)]) == 0
+        after = pipeline.read(path)
+        assert [line for line in after if line["status"] != "not-run"] == before
+        missing = [line["point"] for line in after if line["status"] == "not-run"]
+        names = ("gpipe G=32", "gpipe fused G=32", "zbv fused G=32")
+        assert missing == [f"sew_resnet34 pp=2 {name} rank {rank}" for name in names for rank in (0, 1)]
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_did_not_come_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv"
+    old = [pipeline.row(f"chain pp=2 {name}", "bubble measured", "1", 0.5) for name in ("gpipe", "zbv")]
+    pipeline.write(path, old)
+
+    def cut_off(*_: object) -> Iterator[Row]:
+        yield pipeline.row("chain pp=2 gpipe", "bubble measured", "1", 0.25)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "rows", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.main(["--quick", "--output", str(path)])
+    assert {line["point"]: line["ours"] for line in pipeline.read(path)} == {
+        "chain pp=2 gpipe": "0.25",
+        "chain pp=2 zbv": "0.5",
+    }
+
+
+def test_a_row_that_failed_now_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "rows", lambda *_: iter(peaks(ok=False)))
+    assert pipeline.main(["--quick", "--output", str(tmp_path / "t.csv")]) == 1
+
+
+def test_the_docs_name_the_peaks_beyond_the_limit() -> None:
+    found = [line for line in pipeline.read(RESULTS / "pipeline.csv") if line["metric"] == "peak memory measured"]
+    failed = [line["note"].partition("%")[0] for line in found if line["status"] == "failed"]
+    text = (RESULTS.parent / "pipeline.md").read_text(encoding="utf-8").replace("\n", " ")
+    said = re.search(r"Measured peaks .*? \(\[results\].*?(?=  )", text)
+    assert said is not None and found
+    assert re.findall(r"(\d+\.\d) % less", said[0]) == [off[1:] for off in failed if off.startswith("-")]
+    assert re.findall(r"(\d+\.\d) % more", said[0]) == [off[1:] for off in failed if off.startswith("+")]
+    assert ("not measured" in said[0]) is any(line["status"] == "not-run" for line in found)

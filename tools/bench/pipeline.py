@@ -15,7 +15,8 @@
   its predictions from measured times.
 - *memory*: peak bytes of a rank, beside the predicted ones. A run without a GPU leaves the rows of one as they are.
 
-Rows of other kinds in the CSV are kept. No peer cuts these networks unmodified, so its columns are empty.
+A row replaces the one of its point and metric in the CSV as soon as it is measured; the others stay. No peer cuts these
+networks unmodified, so its columns are empty.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ from snnpart.program import CompiledProgram  # noqa: E402
 from snnpart.runtime.stage import Stage  # noqa: E402
 from tools.bench.pipeline_nets import NETS, SMALL, Net  # noqa: E402
 from tools.bench.pipeline_ranks import Job, bubble, run_ranks  # noqa: E402
-from tools.bench.rows import Row, cores, read, write  # noqa: E402
+from tools.bench.rows import Row, cores, read, replaced, write  # noqa: E402
 from tools.bench.rows import row as any_row  # noqa: E402
 
 BALANCE, NEAR_BEST, CUT_SECONDS, MEMORY = 1.10, 1.05, 2.0, 0.10
 MICROBATCHES = 8
+PEAK = "peak memory measured"
 
 
 def measure(compiled: CompiledProgram, x: Tensor, repeats: int = 3) -> list[float]:
@@ -197,19 +199,20 @@ def bubble_rows(label: str, said: float, steps: Sequence[float]) -> Iterator[Row
 
 def memory(device: str, names: Sequence[str], before: Sequence[Row]) -> Iterator[Row]:
     """Peak bytes of each of two ranks by schedule: SEW-ResNet34 at 128 x 128, batch 32, its neurons as the framework
-    runs them and fused. Without a GPU what one gave `before` stays."""
+    runs them and fused. Without a GPU only what none gave `before` is said to be missing."""
+    there = {line["point"] for line in before if line["metric"] == PEAK and line["ours"]}
     for name, fused in itertools.product(names, (False, True)):
-        label = f"sew_resnet34 pp=2 {name}{' fused' if fused else ''} G=32"
+        points = [f"sew_resnet34 pp=2 {name}{' fused' if fused else ''} G=32 rank {rank}" for rank in range(2)]
         if device == "cpu":
-            measured = [line for line in before if line["point"].startswith(f"{label} rank")]
             command = "needs a GPU: python tools/bench/pipeline.py --only memory --device cuda"
-            yield from measured or [row(label, "peak memory measured", "B", None, command)]
+            yield from (row(point, PEAK, "B", None, command) for point in points if point not in there)
             continue
-        for rank, times in enumerate(run_ranks(Job("large", 2, name, MICROBATCHES, device, fused=fused))):
+        found = run_ranks(Job("large", 2, name, MICROBATCHES, device, fused=fused))
+        for point, times in zip(points, found, strict=True):
             off = times.peak / times.predicted_bytes - 1
             note = f"{off:+.1%} of the predicted, limit {MEMORY:.0%}"
-            yield row(f"{label} rank {rank}", "peak memory predicted", "B", times.predicted_bytes)
-            yield row(f"{label} rank {rank}", "peak memory measured", "B", times.peak, note, ok=abs(off) <= MEMORY)
+            yield row(point, "peak memory predicted", "B", times.predicted_bytes)
+            yield row(point, PEAK, "B", times.peak, note, ok=abs(off) <= MEMORY)
 
 
 def row(
@@ -227,59 +230,44 @@ def _machine() -> str:
     return cores() + gpu
 
 
-def rows(options: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[tuple[str, Row]]:
-    """All rows with the section they belong to; `before`: those that the file holds."""
+def rows(options: argparse.Namespace, before: Sequence[Row] = ()) -> Iterator[Row]:
+    """All rows that are wanted; `before`: those that the file holds."""
     names = ("gpipe", "zbv") if options.quick else schedules.NAMES
     wanted = options.only or ("balance", "cut", "bubble", "memory")
     nets = {"sew_resnet34": SMALL} if options.quick else NETS
     if "balance" in wanted:
         for name, net in nets.items():
-            yield from (("balance", found) for found in balances(name, net, (2,) if options.quick else (2, 4, 8)))
+            yield from balances(name, net, (2,) if options.quick else (2, 4, 8))
     if "cut" in wanted and not options.quick:
-        yield "cut", cut_seconds("sew_resnet152", NETS["sew_resnet152"], 8)
+        yield cut_seconds("sew_resnet152", NETS["sew_resnet152"], 8)
     if "bubble" in wanted:
         for pp in (2,) if options.quick else (2, 4):
-            yield from (("bubble", found) for found in bubbles(pp, names))
-            yield from (("bubble", found) for found in real_bubbles(pp, () if options.quick else names))
+            yield from bubbles(pp, names)
+            yield from real_bubbles(pp, () if options.quick else names)
     if "memory" in wanted:
-        yield from (("memory", found) for found in memory(options.device, names, before))
+        yield from memory(options.device, names, before)
 
 
-SECTION = {
-    "balance": "balance",
-    "slowest": "balance",
-    "bytes": "balance",
-    "seconds": "cut",
-    "bubble": "bubble",
-    "peak": "memory",
-}
-
-
-def kept(rows_before: Sequence[Row], made: set[str]) -> list[Row]:
-    """Rows that belong to sections which were not made anew."""
-    return [line for line in rows_before if SECTION[line["metric"].split()[0]] not in made]
-
-
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 when a row that was measured now missed its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", action="append", choices=("balance", "cut", "bubble", "memory"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    table, made = [], set()
+    table: list[Row] = []
     target = options.output or (None if options.quick else ROOT / "docs/results/pipeline.csv")
     before = [] if target is None else read(target)
-    for section, found in rows(options, before):
-        made.add(section)
+    for found in rows(options, before):
         table.append(found)
         print(
             f"{found['point']:32} {found['metric']:36} {found['ours']:>12} {found['unit']} {found['note']}", flush=True
         )
         if target is not None:
-            write(target, [*kept(before, made), *table])
+            write(target, replaced(before, table, lambda line: (line["point"], line["metric"])))
     if target is not None and not options.quick:
         from tools.bench.pipeline_plot import plot
 
