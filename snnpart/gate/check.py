@@ -20,7 +20,6 @@ from snnpart.gate.draws import WithoutDraws, draws_otherwise
 from snnpart.gate.locate import first_difference
 from snnpart.gate.observe import Observed, Reset, observe_graph, observe_module
 from snnpart.gate.program import observe_program
-from snnpart.gate.rounding import whole_float32
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
 
@@ -50,7 +49,6 @@ class GateReport:
     reference: Observed | None = field(default=None, repr=False, compare=False)
 
 
-@whole_float32()
 def check_trace(model: nn.Module, graph: SpikeGraph, inputs: Any, *, reset: Reset | None = None) -> GateReport:
     """Compare the traced graph with the module on `inputs`, forward and backward.
 
@@ -76,7 +74,6 @@ def check_trace(model: nn.Module, graph: SpikeGraph, inputs: Any, *, reset: Rese
     )
 
 
-@whole_float32()
 def check_program(
     model: nn.Module,
     compiled: CompiledProgram,

@@ -9,7 +9,7 @@ draws none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,6 @@ NOISE = 10.0
 """A difference within this many times what rounding of the inputs alone does to the network is rounding."""
 
 
-@whole_float32()
 def check_running(running: Running, inputs: Any) -> None:
     """Compare one step of the launched program with its simulation, on the first samples of rank 0's `inputs`.
 
@@ -68,7 +67,8 @@ def check_running(running: Running, inputs: Any) -> None:
         return
     few = running.ranks.gather(_few(compiled, inputs, count) if running.ranks.rank == 0 else None)[0]
     values = running.state_dict()
-    got = _observe_running(running, few, training)
+    with whole_float32() if running.ranks.device.type == "cuda" else nullcontext():
+        got = _observe_running(running, few, training)
     problem = _problem(running, few, values, training, got) if running.ranks.rank == 0 else None
     running.ranks.agree(problem)
 

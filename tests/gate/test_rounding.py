@@ -1,67 +1,82 @@
-"""The gate compares in whole float32, and leaves the user's own choice as it was."""
+"""The comparison at launch is made in whole float32, and leaves the user's own choice as it was."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, backends, nn
 
-from snnpart import gate, parallelize
-from snnpart.errors import VerifyError
-from snnpart.gate import check, launched
-from snnpart.trace import trace
+from snnpart import parallelize
+from snnpart.gate.rounding import whole_float32
 
-SWITCHES = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+SWITCHES: tuple[Any, ...] = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
 
 
-def precisions() -> list[str]:
-    return [switch.fp32_precision for switch in SWITCHES]
+def exact() -> bool:
+    return all(switch.fp32_precision in ("none", "ieee") for switch in SWITCHES)
 
 
-class Noting:
-    """Calls a function, and notes the precisions that it is called in."""
+CHOICES = {
+    "torch's own": "pass",
+    "products too": "torch.set_float32_matmul_precision('high')",
+    "for all": "backends.fp32_precision = 'tf32'",
+    "for one operation": "backends.cudnn.conv.fp32_precision = 'ieee'",
+}
+CHECK = """
+import torch
+from torch import backends
+from tests.gate.test_rounding import exact
+from snnpart.gate.rounding import whole_float32
 
-    def __init__(self, function: Any) -> None:
-        self._function, self.found = function, list[list[str]]()
+def read(get):
+    try:
+        return get()
+    except RuntimeError:
+        return "raises"
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.found.append(precisions())
-        return self._function(*args, **options)
+def all_reads():
+    nodes = backends, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul
+    old = lambda: backends.cudnn.allow_tf32, lambda: backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision
+    return [node.fp32_precision for node in nodes] + [read(get) for get in old]
 
-
-@pytest.fixture
-def tf32() -> Any:
-    before = precisions()
-    for switch in SWITCHES:
-        switch.fp32_precision = "tf32"
-    yield
-    for switch, precision in zip(SWITCHES, before, strict=True):
-        switch.fp32_precision = precision
-
-
-def test_a_trace_is_compared_in_whole_float32(tf32: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    noting = Noting(check.observe_module)
-    monkeypatch.setattr(check, "observe_module", noting)
-    model, x = nn.Linear(3, 2), torch.rand(4, 3)
-    gate.check_trace(model, trace(model, x), x)
-    assert noting.found == [["ieee"] * 3] and precisions() == ["tf32"] * 3
+{choice}
+before = all_reads()
+try:
+    with whole_float32():
+        assert exact()
+        raise ValueError
+except ValueError:
+    pass
+assert all_reads() == before, (before, all_reads())
+"""
 
 
-def test_a_launched_program_is_too(tf32: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    noting = Noting(launched._observe_running)
-    monkeypatch.setattr(launched, "_observe_running", noting)
-    with parallelize(nn.Linear(3, 2), example_inputs=torch.rand(4, 3)).launch():
-        assert noting.found == [["ieee"] * 3] and precisions() == ["tf32"] * 3
+@pytest.mark.parametrize("choice", CHOICES)
+def test_afterwards_all_is_as_the_user_has_it(choice: str) -> None:
+    """In a process of its own: what torch has by itself cannot be set again."""
+    done = subprocess.run([sys.executable, "-c", CHECK.format(choice=CHOICES[choice])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def test_a_refusal_leaves_the_users_choice(tf32: None) -> None:
-    class NaN(nn.Module):
+def test_the_older_switch_can_be_read_inside() -> None:
+    before = backends.cudnn.allow_tf32
+    with whole_float32():
+        assert backends.cudnn.allow_tf32 is False and backends.cuda.matmul.allow_tf32 is False
+    assert backends.cudnn.allow_tf32 is before
+
+
+def test_a_module_that_sets_cudnns_flags_compiles() -> None:
+    class Flags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3)
+
         def forward(self, x: Tensor) -> Tensor:
-            return x / 0 * 0
+            with backends.cudnn.flags(enabled=True, deterministic=True):
+                return self.conv(x)  # type: ignore[no-any-return]
 
-    model, x = NaN(), torch.rand(4, 3)
-    with pytest.raises(VerifyError, match="holds NaN or infinite values"):
-        gate.check_trace(model, trace(model, x), x)
-    assert precisions() == ["tf32"] * 3
+    parallelize(Flags(), example_inputs=torch.rand(2, 1, 5, 5)).launch().close()
