@@ -41,7 +41,7 @@ BYTES = MachineProfile(
     links={axis: Link(1e6, 0.0) for axis in ("tp", "pp", "dp")},
     source="a machine on which only what is sent takes time: one byte a microsecond",
 )
-ROUNDS, MOST, WARM = 5, 25, 1
+ROUNDS, MOST, WARM = 5, 12, 1
 ALIKE, SETTLED = 0.005, 0.02
 PRODUCTS = ("column", "row", "scatter")
 """Rules of convolutions and linears whose channels are dealt out."""
