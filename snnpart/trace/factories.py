@@ -1,7 +1,8 @@
 """Tensors for sizes and for the number that fills a tensor: `torch.zeros(n, self.width)`, `torch.full(s, self.rest)`.
 
 A size must be known while tracing: it is read as a Python value, which is possible for a constant of the network and
-refused for a value of forward. The number that fills a tensor stays a value: `full(s, v)` becomes `zeros(s) + v`.
+refused for a value of forward. The number that fills a tensor stays a value: `full(s, v)` becomes `zeros(s) + v`,
+in the dtype that `full` gives: without a `dtype` that of the Python number in `v`.
 """
 
 from __future__ import annotations
@@ -51,10 +52,21 @@ def filled(called: Called, run: Run) -> Any:
     kwargs = {key: given for key, given in called.kwargs.items() if key not in ("size", "fill_value")}
     if called.name != "full" or not isinstance(value, Tensor) or kwargs.keys() - _PLACED or value.dim():
         return NotImplemented
-    dtype = kwargs.get("dtype") or (torch.get_default_dtype() if value.is_floating_point() else value.dtype)
-    if value.is_floating_point() and not dtype.is_floating_point:
+    dtype = kwargs.get("dtype") or _dtype_without(value)
+    if not (torch.can_cast(value.dtype, dtype) or dtype is torch.bool):
         return NotImplemented
     size = called.kwargs.get("size", called.args[0] if called.args else ())
     zeros = run(torch.zeros, (size,), {**kwargs, "dtype": dtype, "requires_grad": False})
-    made = run(torch.add, (zeros, run(torch.Tensor.detach, (value,), {})), {})
+    number = run(torch.Tensor.detach, (value,), {})
+    number = number if value.dtype is dtype else run(torch.Tensor.to, (number, dtype), {})
+    made = run(torch.add, (zeros, number), {})
     return run(torch.Tensor.requires_grad_, (made,), {}) if kwargs.get("requires_grad") else made
+
+
+def _dtype_without(value: Tensor) -> torch.dtype:
+    """The dtype of `torch.full` that is given none: that of the Python number that the tensor stands for."""
+    if value.dtype.is_complex:
+        return torch.get_default_dtype().to_complex()
+    if value.dtype.is_floating_point:
+        return torch.get_default_dtype()
+    return value.dtype if value.dtype is torch.bool else torch.int64

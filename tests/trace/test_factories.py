@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from snnpart import facts
 from snnpart.errors import TraceError
+from snnpart.facts import Value
 from snnpart.trace import trace
 from tests.neurons import data, fill
 from tests.trace.parity import check
@@ -22,6 +24,8 @@ class Sized(nn.Module):
         super().__init__()
         self.a, self.b, self.start = nn.Linear(4, 4), nn.Linear(4, 3), start
         self.width, self.rest = torch.as_tensor(4), torch.tensor(0.25, dtype=torch.float64)
+        self.small, self.yes = torch.tensor(3, dtype=torch.int32), torch.tensor(True)
+        self.turn = torch.tensor(0.5 + 0.25j, dtype=torch.complex128)
         self.learned = nn.Parameter(torch.tensor(0.5))
         self.kind = torch.float64
 
@@ -46,6 +50,34 @@ STARTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "full without a dtype": lambda m, y: torch.full(y.shape, m.rest).double(),
     "full of an integer": lambda m, y: torch.full(y.shape, m.width).double(),
 }
+
+
+FILLED: dict[str, tuple[Callable[[Any, Tensor], Tensor], torch.dtype]] = {
+    "an integer": (lambda m, y: torch.full(y.shape, m.width), torch.int64),
+    "a small integer": (lambda m, y: torch.full(y.shape, m.small), torch.int64),
+    "a truth": (lambda m, y: torch.full(y.shape, m.yes), torch.bool),
+    "a float": (lambda m, y: torch.full(y.shape, m.rest), torch.float32),
+    "a complex": (lambda m, y: torch.full(y.shape, m.turn), torch.complex64),
+    "an integer as truth": (lambda m, y: torch.full(y.shape, m.small, dtype=torch.bool), torch.bool),
+    "a float as truth": (lambda m, y: torch.full(y.shape, m.rest, dtype=torch.bool), torch.bool),
+    "a truth as integer": (lambda m, y: torch.full(y.shape, m.yes, dtype=torch.int32), torch.int32),
+    "an integer as float": (lambda m, y: torch.full(y.shape, m.small, dtype=torch.float64), torch.float64),
+    "a float as complex": (lambda m, y: torch.full(y.shape, m.rest, dtype=torch.complex128), torch.complex128),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_the_dtype_is_that_of_full(name: str) -> None:
+    made, dtype = FILLED[name]
+    net = fill(Sized(lambda m, y: made(m, y).real.double()))
+    assert made(net, data(3, 4)).dtype is dtype
+    graph = check(net, data(3, 4), others=data(5, 4))
+    (number,) = [node for node in graph.graph.nodes if node.target is torch.add and _holds(node.args[0])]
+    assert facts.need(number, Value).dtype is dtype
+
+
+def _holds(made: Any) -> bool:
+    return isinstance(made, fx.Node) and made.target is torch.zeros
 
 
 @pytest.mark.parametrize("name", STARTS)
