@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+
 from tools.bench import start_up
+from tools.bench.rows import read
 from tools.bench.vision_ours import age
 
 
@@ -21,6 +26,36 @@ def test_the_median_is_held_to_the_limit() -> None:
     assert (process["ours"], process["status"], process["note"]) == ("21", "ok", "")
     late, _ = start_up.rows_of("Net", "caches on disk", [run(10.5, 20.0)])
     assert late["status"] == "failed"
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the results, where a GPU is said to be there and two pairs are measured before it is gone."""
+    pairs: Iterator[float] = iter((20.0, 30.0))
+    monkeypatch.setattr(start_up, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(start_up, "gpus", lambda: "1 x a GPU")
+    monkeypatch.setattr(start_up, "pair", lambda _: dict.fromkeys(start_up.LIMITS, run(next(pairs), 40.0)))
+    return tmp_path
+
+
+def test_a_run_that_is_cut_off_leaves_the_pairs_it_measured(results: Path) -> None:
+    with pytest.raises(StopIteration):
+        start_up.main(["--repeats", "3"])
+    found = {(row["point"].partition(", ")[2], row["metric"]): row for row in read(results / "start_up.csv")}
+    first = found["empty caches", "seconds to the first step"]
+    assert len(found) == 4 and (first["ours"], first["repeats"]) == ("25", "2")
+
+
+@pytest.mark.parametrize("other", [["--device", "cpu"], ["--size", "32"]])
+def test_rows_of_another_device_or_size_stay_out_of_the_results(
+    results: Path, other: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_up.main(["--repeats", "1", *other])
+    assert not list(results.iterdir())
+    assert "empty caches: seconds to the first step 20 s" in capsys.readouterr().out
+    start_up.main(["--repeats", "1", *other, "--output", str(results / "mine.csv")])
+    assert [path.name for path in results.iterdir()] == ["mine.csv"]
 
 
 def test_every_cache_lies_in_the_folder(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
     python tools/bench/start_up.py                 # SEW-ResNet34, batch 32; about 3 minutes on one H200
     python tools/bench/start_up.py --repeats 1
+    python tools/bench/start_up.py --device cpu --size 32    # prints only: no file without --output
 
 Each measurement is a process of its own that runs `vision_ours.py`: SpikingJelly's network at 128x128, T = 4, 1000
 classes, bfloat16, AdamW. Counted are the seconds from the call of `parallelize` to the end of the first step, on the
 device; beside them the seconds of the whole process to there, with the imports of torch and SpikingJelly. The caches of
-Triton, torch, the CUDA driver and snnpart lie in a folder that is empty before the first process of each pair.
+Triton, torch, the CUDA driver and snnpart lie in a folder that is empty before the first process of each pair. Rows are
+written after each pair, so that a run cut off leaves what it measured.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ sys.path.insert(0, str(ROOT))
 from tools.bench.rows import RESULTS, Row, gpus, read, replaced, row, versions, write  # noqa: E402
 from tools.bench.vision_models import NAMES  # noqa: E402
 
+DEVICE, SIZE = "cuda", 128
+"""What the rows of the results are measured with."""
 LIMITS = {"empty caches": 40.0, "caches on disk": 10.0}
 """Seconds to the end of the first step."""
 PARTS = ("compile_s", "launch_s", "first_step_s")
@@ -83,23 +87,34 @@ def rows_of(name: str, state: str, runs: Sequence[Mapping[str, float]]) -> list[
     return rows
 
 
-def main() -> None:
+def target_of(asked: argparse.Namespace) -> Path | None:
+    """The file for the rows: the one asked for, else that of the results for what these are measured with, else none.
+    Rows of other devices and sizes would have the same names."""
+    usual = asked.device == DEVICE and asked.size == SIZE
+    given: Path | None = asked.output
+    return given or (RESULTS / "start_up.csv" if usual else None)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=NAMES, default=NAMES[0])
     parser.add_argument("--repeats", type=int, default=3, help="pairs of starts")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--size", type=int, default=128)
-    parser.add_argument("--output", type=Path, default=RESULTS / "start_up.csv")
-    asked = parser.parse_args()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
+    parser.add_argument("--size", type=int, default=SIZE)
+    parser.add_argument("--output", type=Path, help="default: the results, or no file with another device or size")
+    asked = parser.parse_args(arguments)
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
     steps = ("--batch", "32", "--warm", "2", "--steps", "1", "--device", asked.device, "--size", str(asked.size))
     command = [sys.executable, str(ROOT / "tools/bench/vision_ours.py"), "--model", asked.model, *steps]
-    pairs = [pair(command) for _ in range(asked.repeats)]
-    rows = [one for state in LIMITS for one in rows_of(asked.model, state, [found[state] for found in pairs])]
+    target, pairs, rows = target_of(asked), [], []
+    for _ in range(asked.repeats):
+        pairs.append(pair(command))
+        rows = [one for state in LIMITS for one in rows_of(asked.model, state, [found[state] for found in pairs])]
+        if target is not None:
+            write(target, replaced(read(target), rows, lambda one: (one["point"], one["metric"])))
     for one in rows:
         print("{point}: {metric} {ours} {unit}, spread {spread} {status} {note}".format(**one), flush=True)
-    write(asked.output, replaced(read(asked.output), rows, lambda one: (one["point"], one["metric"])))
 
 
 if __name__ == "__main__":
