@@ -90,7 +90,8 @@ def test_a_layer_of_a_framework_whose_own_number_has_a_hook_stays_whole() -> Non
     functional = pytest.importorskip("spikingjelly.activation_based.functional")
     torch.manual_seed(0)
     layers = [nn.Linear(4, 6), neuron.ParametricLIFNode(step_mode="m"), nn.Linear(6, 4)]
-    net, x = nn.Sequential(*layers).double(), torch.rand(3, 5, 4, dtype=torch.float64) * 4
+    net: Any = nn.Sequential(*layers).double()
+    x = torch.rand(3, 5, 4, dtype=torch.float64) * 4
     net[1].w.register_hook(lambda gradient: gradient * gradient.abs())
     program = parallelize(net, tp=2, example_inputs=x, input_layout="TNC")
     assert f"'1.w' {WHOLE}" in str(program.report().why("1"))

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_balance_is_one_for_equal_stages() -> None:
 
 def test_a_cut_is_compared_with_the_best_one() -> None:
     net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-    options = {"example_inputs": torch.rand(2, 4), "verify": "off"}
+    options: dict[str, Any] = {"example_inputs": torch.rand(2, 4), "verify": "off"}
     compiled = parallelize(net, pp=2, split_at=["1"], **options).compiled
     keys = [[f"{i}.weight"] for i in range(4)]
     assert pipeline.above_best(compiled, np.array([1.0, 1.0, 1.0, 1.0]), keys) == 1.5
