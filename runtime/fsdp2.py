@@ -6,7 +6,8 @@ last operation that reads one (`facts.Gathers`); calls of `begin` and `end` are 
     forward    begin(u) waits for the gather of u and starts that of u + 1
                end(u) frees u where parameters are sharded again after forward; without `reshard` they stay
     backward   an operation that reads from what autograd kept gathers u and starts the gather of u - 1; when all its
-               gradients are there u is freed
+               gradients are there u is freed. In two halves (`split_backward`) only the second one makes gradients:
+               until then units stay, unless a forward frees them
     last one   when all its gradients are there u's reduce-scatter starts, if all units behind u have started theirs
 
 So a gather runs while the unit before computes, in both directions, and a reduce-scatter while the units before
@@ -210,10 +211,22 @@ class Fsdp2(Alone):
             unit.start()
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
+        with self._counting(last):
+            super().backward(roots, grads, last)
+
+    @contextmanager
+    def in_pieces(self) -> Iterator[None]:
+        """Units stay from piece to piece until their gradients are there."""
+        with self._counting(last=False):
+            yield
+
+    @contextmanager
+    def _counting(self, last: bool) -> Iterator[None]:
+        """One microbatch's backward: count which gradients of each unit are there, and free what is left."""
         self._last, self._next = last, 0
         for unit in self.units:
             unit.waiting = len(unit.expected)
-        super().backward(roots, grads, last)
+        yield
         for unit in self.units if self._reshard else ():
             unit.free()
 

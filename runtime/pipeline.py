@@ -228,8 +228,8 @@ class Pipeline:
     def _backward_of_weights(self, action: Action) -> None:
         halves = self._flights.pop((action.stage, action.microbatch)).halves
         if halves is not None:
-            with self._at("backward of the weights", action):
-                halves.weights(self._accumulate)
+            with self._at("backward of the weights", action), self.parallel.in_pieces():
+                halves.weights()
 
     def _accumulate(self, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
         self.parallel.backward(roots, grads, False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ class Alone:
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None], last: bool) -> None:
         """Backward of one microbatch; `last` when no other follows in this step."""
         torch.autograd.backward(list(roots), list(grads))
+
+    @contextmanager
+    def in_pieces(self) -> Iterator[None]:
+        """A block in which autograd is called itself, any number of times, for one microbatch's backward: each
+        parameter gets its gradient once. Another microbatch's follows in this step, or nothing is reduced before
+        `finish`."""
+        yield
 
     def finish(self) -> None:
         """After the last backward: all gradients are the mean over dp."""

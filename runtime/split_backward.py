@@ -6,7 +6,8 @@ Take the autograd graph from the roots down. Some nodes lead to received values,
 *gate* is a node that leads to a received value and has a next node that leads to parameters only (a convolution and its
 weight, a weight and its standardisation). The first half is `autograd.grad` down to the received values; at each gate
 it keeps the gradient that arrives. The second half starts at each gate with what was kept, one step down to the
-weights' side, sums, and runs the weights' side once.
+weights' side, sums, and runs the weights' side once. What one gate alone reads (a parameter, its transpose) has its
+whole gradient after that step, which is accumulated at once: those of a stage are not all there beside their sums.
 
 This is sound if one step down is the only way from a gate to that side. A parameter read at several steps of a chain
 breaks it (the stage therefore gives each reader its own view of a parameter, `views_for_readers`; a loop inside a layer
@@ -66,32 +67,28 @@ class Halves:
 
         return keep
 
-    def weights(self, whole: Backward) -> None:
-        """Accumulate the gradients of the parameters."""
+    def weights(self) -> None:
+        """Accumulate the gradients of the parameters, once for each, in many calls of autograd."""
         if self._graph is not None:
-            summed = self._at_the_weights(self._graph, whole)
-            if summed:
-                whole([GradientEdge(*edge) for edge in summed], list(summed.values()))
+            _accumulate(self._at_the_weights(self._graph))
         elif self.roots:
-            whole(self.roots, self.grads)
+            torch.autograd.backward(list(self.roots), list(self.grads))
         self.roots, self._graph, self._kept = (), None, {}
 
-    def _at_the_weights(self, graph: _Graph, whole: Backward) -> dict[Edge, Tensor | None]:
-        """The gradients that arrive on the weights' side, over all gates and the roots that lie there themselves; those
-        of parameters that a gate reads itself are accumulated at once, so that they are not all there together."""
+    def _at_the_weights(self, graph: _Graph) -> dict[Edge, Tensor | None]:
+        """The gradients that arrive on the weights' side, over all gates and the roots that lie there themselves, but
+        for those of what one gate alone reads: they are accumulated."""
         summed: dict[Edge, Tensor | None] = {}
         for root, grad in zip(self.roots, self.grads, strict=True):
             edge = get_gradient_edge(root)
             if edge.node in graph.weights_only:
                 at = (edge.node, edge.output_nr)
                 _add(summed, at, torch.ones_like(root) if grad is None else grad)
-        for gate in graph.gates:
-            found = self._below(gate, graph)
-            own = {below: grad for below, grad in found.items() if hasattr(below[0], "variable") and grad is not None}
-            if own:
-                whole([GradientEdge(*below) for below in own], list(own.values()))
-            for below, grad in found.items():
-                _add(summed, below, None if below in own else grad)
+        for gate in reversed(graph.gates):  # from the roots on, as a backward comes to FSDP2's units
+            own: dict[Edge, Tensor | None] = {}
+            for below, grad in self._below(gate, graph).items():
+                _add(own if below[0] in graph.read_once else summed, below, grad)
+            _accumulate(own)
         return summed
 
     def _below(self, gate: Any, graph: _Graph) -> dict[Edge, Tensor | None]:
@@ -115,12 +112,19 @@ def _add(summed: dict[Edge, Tensor | None], edge: Edge, grad: Tensor | None) -> 
         summed[edge] = grad if before is None else before + grad
 
 
+def _accumulate(gradients: dict[Edge, Tensor | None]) -> None:
+    """Go on with backward from edges at which these gradients arrive."""
+    if gradients:
+        torch.autograd.backward([GradientEdge(*edge) for edge in gradients], list(gradients.values()))
+
+
 class _Graph:
     """The autograd graph below some roots: its gates, its weights' side, and whether it can be split."""
 
     def __init__(self, roots: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         stops = {id(x) for x in received}
-        order = _children_first([get_gradient_edge(root).node for root in roots])
+        tops = [get_gradient_edge(root).node for root in roots]
+        order = _children_first(tops)
         self._parents: dict[Any, list[Any]] = {}
         to_input: set[Any] = set()
         to_weight: set[Any] = set()
@@ -138,11 +142,21 @@ class _Graph:
         self.weights_only = to_weight - to_input
         inner = [n for n in order if n in to_input]
         self.gates = [n for n in inner if any(below in self.weights_only for below, _ in n.next_functions)]
+        self.read_once = self._read_once([n for n in order if n in self.weights_only], set(tops))
         self.splits = not hooked and all(map(self._one_way, self._borders()))
 
     def _borders(self) -> list[Any]:
         """The nodes of the weights' side right below a gate."""
         return list(dict.fromkeys(b for gate in self.gates for b, _ in gate.next_functions if b in self.weights_only))
+
+    def _read_once(self, children_first: Sequence[Any], tops: set[Any]) -> set[Any]:
+        """The nodes of the weights' side to which one way leads only, as to all below them."""
+        found: set[Any] = set()
+        for node in children_first:
+            shared = node in tops or len(set(self._parents[node])) > 1
+            if not shared and all(below is None or below in found for below, _ in node.next_functions):
+                found.add(node)
+        return found
 
     def _one_way(self, border: Any) -> bool:
         """Whether no node that uses the border lies above another one that does."""

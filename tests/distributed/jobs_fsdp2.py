@@ -44,6 +44,26 @@ def logged(name: str, *, steps: int = 2, evaluates: bool = False, **topology: An
     return result
 
 
+def gathers(schedule: str) -> dict[int, int]:
+    """How often each unit of a rank is gathered in a step of four microbatches: units of four convolutions."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(16) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.Tanh())])
+    x = det(4, 2, 4, 4)
+    program = parallelize(
+        net.double(), example_inputs=x, verify="off", pp=2, dp="fsdp2", schedule=schedule, microbatches=4,
+        fsdp_units=1, fsdp_reshard=True,
+    )  # fmt: skip
+    running = program.launch()
+    parallel = running._engine.parallel
+    assert isinstance(parallel, Fsdp2)
+    log = _Log(parallel)
+    for _ in range(2):
+        log.clear()
+        running.train_step(x, x, F.mse_loss)
+    running.close()
+    return {unit.number: log.events.count(("start", unit.number)) for unit in parallel.units}
+
+
 class _Log:
     """Notes the calls of one launched program's units."""
 

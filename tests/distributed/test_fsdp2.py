@@ -93,6 +93,14 @@ def test_an_evaluation_frees_each_unit(pool: Pool) -> None:
     assert not [event for event in found["events"] if event[0] == "reduce"]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-zb", "zbv"])
+def test_a_second_half_of_backward_gathers_a_unit_once(pool: Pool, schedule: str) -> None:
+    """However many layers of a unit accumulate their gradients; forward and each half come to it once."""
+    for found in pool.run(JOBS + "gathers", ranks=4, schedule=schedule):
+        assert len(found) == 2
+        assert all(4 <= count <= 3 * 4 for count in found.values())
+
+
 def test_two_units_are_whole_at_a_time(pool: Pool) -> None:
     (many,), (kept,) = (pool.run(JOBS + "logged", ranks=2, name="mobile", **how)[:1] for how in (AGAIN9, KEPT9))
     assert kept["most"] == kept["all"]
