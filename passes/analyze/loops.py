@@ -38,9 +38,10 @@ def find(graph: SpikeGraph) -> Loop:
     length, whole = _length(graph, groups)
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
     steps = _spread(graph, seeds(whole, length), times, length)
-    if reads := _reads(graph, steps, length) if whole else []:
-        whole = [*whole, *reads]
-        steps = _spread(graph, seeds(whole, length), times, length)
+    for nodes in _reads(graph, steps, length) if whole else []:
+        later = _spread(graph, seeds([*whole, nodes], length), times, length)
+        if _too_early(later) <= _too_early(steps):
+            whole, steps = [*whole, nodes], later
     return Loop(steps, whole, length)
 
 
@@ -91,6 +92,12 @@ def _in_time(nodes: list[fx.Node], steps: Mapping[fx.Node, int], length: int) ->
         return all(place * length // len(nodes) <= _needed(node, steps, length) for place, node in enumerate(nodes))
     needed = [_needed(node, steps, place) for place, node in enumerate(nodes)]
     return length < 2 * len(nodes) < 2 * length and all(step <= place for place, step in enumerate(needed))
+
+
+def _too_early(steps: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """The nodes that read what a later step makes. Where reads make some such, they are no frames but parts of an input
+    of which every step reads what is made."""
+    return {node for node, step in steps.items() if any(steps.get(item, step) > step for item in tensor_inputs(node))}
 
 
 def _needed(node: fx.Node, steps: Mapping[fx.Node, int], default: int) -> int:
