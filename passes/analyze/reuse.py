@@ -8,14 +8,15 @@ A block that is called three times in a row and a loop over three steps look ali
     fed back     the same, from step 1 on, beside what the step before made; of three steps or more, as the sum of a
                  block's input and output reads the block's first input once
     the state    a neuron layer is given the state that its call before left, or keeps it; or a spike reaches the next
-                 spike's membrane through no layer (a reset). Nothing enters that did not at step 0
+                 spike's membrane through no layer, beside the membrane that it came from (a reset; the shortcut of a
+                 block hands on the spike alone). Nothing enters that did not at step 0
 
 Anything else is depth: nothing repeats but the weights. It is no loop then: it is left as it is, and may be cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 
 from torch import fx
@@ -90,20 +91,29 @@ def _hands_on_state(nodes: Sequence[fx.Node]) -> bool:
         return False
     if kind == "leaf" and len(nodes[0].args) == 1 and facts.get(nodes[0], Value) is not None:
         return True
-    return all(_reaches(node, before) for before, node in zip(nodes, nodes[1:], strict=False))
+    handed_on = all(before in _close_to(node) for before, node in zip(nodes, nodes[1:], strict=False))
+    return handed_on and (kind == "leaf" or _keeps_membrane(*nodes[-2:]))
 
 
-def _reaches(node: fx.Node, before: fx.Node) -> bool:
-    """Whether one result of `before` comes to `node` as state: through no layer, and for a neuron layer not as its
-    first input."""
+def _keeps_membrane(before: fx.Node, node: fx.Node) -> bool:
+    """Whether a spike has something in common with what the one before was made of. (The last two are asked: the first
+    membrane may be zeros or a learned number.)"""
+    return any(_begins(item) or _spikes(item) for item in {*_close_to(before)} & {*_close_to(node)})
+
+
+def _close_to(node: fx.Node) -> Iterator[fx.Node]:
+    """The values that come to `node` through no layer and no other spike; to a neuron layer not as its first input."""
     first = 1 if kinds.kind_of(node) == "leaf" else 0
-    waiting = [item for item in node.all_input_nodes if item not in node.args[:first]]
+    waiting = [item for item in kinds.tensor_inputs(node) if item not in node.args[:first]]
     seen: set[fx.Node] = set()
     while waiting:
         item = waiting.pop()
-        if item is before:
-            return True
-        if item not in seen and not _begins(item) and kinds.kind_of(item) != "surrogate":
+        if item not in seen:
             seen.add(item)
-            waiting += item.all_input_nodes
-    return False
+            yield item
+            if not (_begins(item) or _spikes(item) or _makes_nothing_of(item)):
+                waiting += kinds.tensor_inputs(item)
+
+
+def _spikes(node: fx.Node) -> bool:
+    return kinds.kind_of(node) == "surrogate"

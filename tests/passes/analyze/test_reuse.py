@@ -27,7 +27,7 @@ IMAGES = torch.randn(4, 4, 5, 5, dtype=torch.float64, generator=torch.Generator(
 
 
 class Block(nn.Module):
-    """Convolution, BatchNorm or not, spikes."""
+    """Convolution, BatchNorm or not, spikes; `shortcut` is added before these."""
 
     is_neuron = True
 
@@ -35,8 +35,9 @@ class Block(nn.Module):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4) if norm else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        spikes: Tensor = Spike.apply(self.norm(self.conv(x)) - 0.2)
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        current = self.norm(self.conv(x))
+        spikes: Tensor = Spike.apply((current if shortcut is None else current + shortcut) - 0.2)
         return spikes
 
 
@@ -71,7 +72,23 @@ def branches(m: Any, x: Tensor) -> Any:
     return m.block(m.one(x)) * m.block(m.two(x))
 
 
-DEPTH = {f.__name__: f for f in (again, residual, between, decoder, branches)}
+def shortcut(m: Any, x: Tensor) -> Any:
+    """A block adds its input before it spikes: the spike, which is not reset by it."""
+    x = m.stem(x)
+    for _ in range(3):
+        x = m.block(x, x)
+    return x
+
+
+def threshold(m: Any, x: Tensor) -> Any:
+    """The same, twice, with a learned threshold that both calls read."""
+    x, least = m.stem(x), m.one.bias.view(1, -1, 1, 1)
+    for _ in range(2):
+        x = m.block(x, x.view(x.shape) - least)
+    return m.one(x)
+
+
+DEPTH = {f.__name__: f for f in (again, residual, between, decoder, branches, shortcut, threshold)}
 
 
 def reset(m: Any, x: Tensor) -> Any:
@@ -82,6 +99,15 @@ def reset(m: Any, x: Tensor) -> Any:
         v = 0.9 * v - 0.1 * s
         out = out + m.one(s)
     return out
+
+
+def recurrent(m: Any, x: Tensor) -> Any:
+    """The image is the first membrane; a layer brings the spikes back, and they take from it, for two steps."""
+    v = m.stem(x)
+    for _ in range(2):
+        s = Spike.apply(v - 0.2)
+        v = 0.9 * v - 0.1 * s + m.one(s)
+    return v
 
 
 def static(m: Any, x: Tensor) -> Any:
@@ -118,7 +144,14 @@ def per_step(m: Any, x: Tensor) -> Any:
     return out
 
 
-TIME = {f.__name__: (f, steps) for f, steps in ((reset, 3), (static, 2), (outside, 3), (feedback, 4), (per_step, 2))}
+TIME = {
+    "reset": (reset, 3),
+    "recurrent": (recurrent, 2),
+    "static": (static, 2),
+    "outside": (outside, 3),
+    "feedback": (feedback, 4),
+    "per_step": (per_step, 2),
+}
 
 
 def network(body: Callable[..., Any], norm: bool = True) -> nn.Module:
@@ -200,6 +233,21 @@ def test_calls_of_a_block_without_norm_may_lie_on_different_stages() -> None:
     """Each stage then has its own copy of the weights, whose gradients are summed."""
     net = network(between, norm=False)
     program = parallelize(net, example_inputs=IMAGES, pp=2, split_at=["two"])
+    assert "block.conv.weight" in program.plan.tied
+    assert_parity(net, (IMAGES,), program.compiled)
+
+
+def test_calls_with_a_shortcut_before_the_spike_may_lie_on_different_stages() -> None:
+    def scaled(m: Any, x: Tensor) -> Any:
+        x = m.stem(x)
+        x = m.scale(m.block(x, x))
+        return m.block(x, x)
+
+    net = network(scaled, norm=False)
+    net.scale = Wrap(lambda m, x: x * m.by, by=nn.Parameter(torch.full((4, 1, 1), 0.7, dtype=torch.float64)))
+    fire(net, lambda: net(IMAGES))
+    assert all(0.01 <= rate <= 0.99 for rate in rates(net, (IMAGES,)))
+    program = parallelize(net, example_inputs=IMAGES, pp=2, split_at=["scale"])
     assert "block.conv.weight" in program.plan.tied
     assert_parity(net, (IMAGES,), program.compiled)
 
