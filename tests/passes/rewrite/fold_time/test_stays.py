@@ -12,7 +12,7 @@ from snnpart import ops
 from snnpart.ops_time import Loop
 from tests.graphs import Wrap
 from tests.passes.rewrite.fold_time.nets import ArgumentLIF, spike
-from tests.passes.rewrite.fold_time.parity import check, fold, images, traced
+from tests.passes.rewrite.fold_time.parity import active, check, fold, images, traced
 from tools.zoo.unet import RecordedUNet
 
 
@@ -56,7 +56,7 @@ class Early(nn.Module):
 def test_a_value_of_a_loops_first_step_that_is_read_after_it_is_made_before_the_loop(read: bool) -> None:
     """The first round cannot place it and leaves the neurons; the next one folds them around it."""
     torch.manual_seed(0)
-    graph = check(Early(read).double(), images(3, 4, 6), fires=False)
+    graph = check(active(Early(read)), images(3, 4, 6))
     folds = [line for line in graph.notes["fold-time"].splitlines() if "operations in one call each" in line]
     assert len(folds) == 1 + read and "stays as it is" not in graph.notes["fold-time"]
     assert sum(isinstance(node.target, Loop) for node in graph.graph.nodes) == 1
