@@ -195,8 +195,9 @@ class Fsdp2(Alone):
             self._gather_back(self.units[self._at(number)])
 
     def _watch_leaf(self, path: str) -> None:
-        inside = [n for n, part in self.stage.slices.items() if part.leaf == path and n in self._of_name]
-        numbers = sorted({self._of_name[name].number for name in inside})
+        parts = (part for name, part in self.stage.slices.items() if name in self._of_name)
+        inside = [p for p in parts if any(name.startswith(f"{path}.") for name in (p.name, *p.aliases))]
+        numbers = sorted({self._of_name[part.name].number for part in inside})
         if numbers:
             self.stage.leaves[path].register_forward_hook(lambda _, __, result: self.watch(result, *numbers))
 

@@ -57,7 +57,7 @@ class FullState:
         """Full tensors on the CPU under the keys of the user's state_dict."""
         names = [name for name, info in self._infos.items() if _is_state(info)]
         full = self.gather(names, self._stage.tensor)
-        return {key: full[name] for name in names for key in (name, *self._infos[name].aliases)}
+        return {key: full[name] for name in names for key in self._infos[name].keys}
 
     def gather(self, names: Iterable[str], local: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The full tensors of these names; `local` gives this stage's part of one."""
@@ -100,14 +100,14 @@ class FullState:
         self._ranks.agree(self._problem(state, strict))
         with torch.no_grad():
             for name, info in self._infos.items():
-                key = next((key for key in (name, *info.aliases) if key in state), None)
+                key = next((key for key in info.keys if key in state), None)
                 if key is not None and _is_state(info) and name not in self._windows:
                     self._put(name, state[key])
 
     def _problem(self, state: Mapping[str, Any], strict: bool) -> CheckpointError | None:
-        known = {key: info for info in self._infos.values() if _is_state(info) for key in (info.name, *info.aliases)}
+        known = {key: info for info in self._infos.values() if _is_state(info) for key in info.keys}
         unexpected = sorted(set(state) - set(known))
-        missing = [i.name for i in known.values() if not {i.name, *i.aliases} & set(state)]
+        missing = [i.name for i in known.values() if state.keys().isdisjoint(i.keys)]
         if strict and (missing or unexpected):
             return CheckpointError(
                 f"missing keys {missing[:5]}, unexpected keys {unexpected[:5]}",

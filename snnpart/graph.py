@@ -39,7 +39,8 @@ BATCH_SIZE = "batch_size"
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor the network owns. `name` is the user's: a `state_dict` key, or the attribute path of a tensor that is
-    neither parameter nor buffer (`cell.p.tau`), which `registered=False` marks."""
+    neither parameter nor buffer (`cell.p.tau`), which `registered=False` marks. `plain`: the aliases that are such
+    paths."""
 
     name: str
     kind: Literal["parameter", "buffer", "constant"]
@@ -49,6 +50,17 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
     leaf: str | None = None
     used: bool = True
+    plain: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the tensor, its own first."""
+        return (self.name, *self.aliases)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its keys in a `state_dict()`: all names where no module registers it, else those that are registered."""
+        return tuple(name for name in self.names if name not in self.plain) if self.registered else self.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +187,17 @@ class SpikeGraph:
         """
         tied: dict[str, str] = {}
         for name, info in self.tensors.items():
-            holders = [path for path in self.leaves for n in (name, *info.aliases) if n.startswith(f"{path}.")]
+            holders = [path for path in self.leaves for n in info.names if n.startswith(f"{path}.")]
             if holders:
                 first = tied.get(holders[0], holders[0])
                 tied |= dict.fromkeys((name, *holders[1:]), first)
         return tied
+
+    def inside(self, leaf: str) -> dict[str, str]:
+        """The tensors that a leaf holds, by name, and how each is called in the leaf."""
+        prefix = f"{leaf}."
+        own = {name: next((n for n in info.names if n.startswith(prefix)), "") for name, info in self.tensors.items()}
+        return {name: found.removeprefix(prefix) for name, found in own.items() if found}
 
     def copy(self) -> SpikeGraph:
         """The same network with a graph of its own; tensors and leaves are shared."""

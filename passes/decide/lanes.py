@@ -20,6 +20,7 @@ from torch import fx
 from snnpart import facts
 from snnpart.facts import Sharded, Spread
 from snnpart.graph import SpikeGraph
+from snnpart.ops_time import leaf_paths
 from snnpart.passes.analyze.kinds import layer_of
 from snnpart.passes.decide.parts import is_tensor_read
 from snnpart.passes.decide.rules import Ask, Deal, Declined, Misdealt, Row, extent, is_tensor
@@ -156,6 +157,7 @@ class _Walk:
         self.demands: list[tuple[Misdealt, frozenset[fx.Node]]] = []
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.tied = graph.tied_leaves()
+        self.read_besides = _read_besides(graph, self.tied)
         ask = Ask(graph, tp, self.lanes, deals)
         for node in graph.graph.nodes:
             if is_matrix(node):
@@ -178,6 +180,7 @@ class _Walk:
         try:
             if node.op == "call_module" and self.leaf(node) in barred:
                 raise Declined("another call of the same layer cannot be sharded")
+            self._check_alone(node)
             found = follow(node, ask)
         except Declined as reason:
             self.reasons[node] = str(reason)
@@ -187,6 +190,13 @@ class _Walk:
         self.rows[node] = found
         self.lanes[node] = found.output if isinstance(found.output, Sharded) else None
         self.sources[node] = self._sources_of(node)
+
+    def _check_alone(self, node: fx.Node) -> None:
+        """A rank's gradient of a leaf's number is a part of the sum, that of the network's own reads is whole."""
+        for path in leaf_paths(node):
+            name = self.read_besides.get(self.tied.get(path, path))
+            if name is not None:
+                raise Declined(f"forward also reads '{name}', which learns, outside the layer")
 
     def _sources_of(self, node: fx.Node) -> frozenset[fx.Node]:
         """The matrix operations whose deal decides how the inputs of `node` lie; none behind a concatenation."""
@@ -201,6 +211,12 @@ class _Walk:
     def mixed_leaves(self) -> set[str]:
         """Leaves with both sharded and other calls."""
         return {path for path, calls in self.calls.items() if 0 < sum(node in self.rows for node in calls) < len(calls)}
+
+
+def _read_besides(graph: SpikeGraph, tied: Mapping[str, str]) -> dict[str, str]:
+    """The leaves with a learned tensor that the network also reads itself: that tensor, by the first of tied leaves."""
+    reads = [str(node.target) for node in graph.graph.nodes if is_tensor_read(node)]
+    return {tied[name]: name for name in reads if name in tied and graph.tensors[name].tensor.requires_grad}
 
 
 def _clusters(walk: _Walk) -> tuple[Cluster, ...]:

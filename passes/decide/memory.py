@@ -151,10 +151,9 @@ def held_bytes(info: TensorInfo) -> float:
 def _leaf_tensors(graph: SpikeGraph, path: str) -> Iterator[tuple[str, bool]]:
     """The tensors of a leaf, and whether they are cut with its channels."""
     dims = adapter_for(graph.leaves[path].module).channel_tensors(graph.leaves[path].module) or {}
-    for name, info in graph.tensors.items():
-        if info.leaf == path:
-            dim = dims.get(name.removeprefix(path + "."))
-            yield name, dim is not None and info.tensor.dim() > dim and info.tensor.shape[dim] > 1
+    for name, own in graph.inside(path).items():
+        tensor, dim = graph.tensors[name].tensor, dims.get(own)
+        yield name, dim is not None and tensor.dim() > dim and tensor.shape[dim] > 1
 
 
 def _all(readers: list[Slicing], build: Builder) -> Slicing:

@@ -107,11 +107,12 @@ def _owners(graph: SpikeGraph, pinned: Mapping[str, int]) -> Mapping[str, dict[s
     for part in find_parts(graph).keyed:
         stage_of.update(dict.fromkeys(part.keys, facts.need(part.nodes[0], Stage).index))
     owners: dict[str, dict[str, int]] = defaultdict(dict)
+    in_leaves = graph.tied_leaves()
     for key, stage in stage_of.items():
         owners[key if key in graph.leaves else key.rpartition(".")[0]][key] = stage
-    for name, info in graph.tensors.items():
+    for name in graph.tensors:
         owner = name.rpartition(".")[0]
-        if name in stage_of or info.leaf is not None:
+        if name in stage_of or name in in_leaves:
             continue
         pin = lookup(pinned, name)
         if pin is not None or owner not in owners:

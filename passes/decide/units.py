@@ -229,9 +229,7 @@ class _Chain:
 
 def _read_by(node: fx.Node, graph: SpikeGraph) -> list[str]:
     """The parameters that learn and that a node reads itself or through its layers."""
-    inside = tuple(f"{path}." for path in leaf_paths(node))
     names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-    if inside:
-        names += [name for name, info in graph.tensors.items() if info.leaf and name.startswith(inside)]
+    names += [name for path in leaf_paths(node) for name in graph.inside(path)]
     infos = [graph.tensors[name] for name in names if name in graph.tensors]
     return [info.name for info in infos if info.used and info.tensor.requires_grad and info.tensor.dim()]

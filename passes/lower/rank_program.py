@@ -69,10 +69,10 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:
     """Names of the tensors of each stage, in the order of the user's module."""
     reads = [frozenset(cut.tensors) for cut in cuts]
-    leaf_in = {path: stage for stage, cut in enumerate(cuts) for path in cut.leaves}
+    inside = {name: stage for stage, cut in enumerate(cuts) for path in cut.leaves for name in graph.inside(path)}
     found: list[list[str]] = [[] for _ in cuts]
-    for name, info in graph.tensors.items():
-        unread = leaf_in[info.leaf] if info.leaf in leaf_in else lookup(plan.stages, name) or 0
+    for name in graph.tensors:
+        unread = inside[name] if name in inside else lookup(plan.stages, name) or 0
         for stage in [s for s, names in enumerate(reads) if name in names] or [unread]:
             found[stage].append(name)
     return found

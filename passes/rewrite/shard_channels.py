@@ -132,15 +132,14 @@ def _leaf_tensors(graph: SpikeGraph, path: str, spread: Sharded) -> dict[str, Lo
     dims = adapter_for(module).channel_tensors(module) or {}
     channels = sum(spread.size(rank) for rank in range(len(spread.pieces)))
     found: dict[str, LocalTensor] = {}
-    for name, info in graph.tensors.items():
-        if info.leaf == path:
-            dim = dims.get(name.removeprefix(path + "."))
-            sliced = dim is not None and info.tensor.dim() > dim and info.tensor.shape[dim] == channels
-            found[name] = (
-                LocalTensor(Sharded(dim, spread.pieces))
-                if sliced and dim is not None
-                else LocalTensor(R, info.tensor.requires_grad)
-            )
+    for name, own in graph.inside(path).items():
+        tensor, dim = graph.tensors[name].tensor, dims.get(own)
+        sliced = dim is not None and tensor.dim() > dim and tensor.shape[dim] == channels
+        found[name] = (
+            LocalTensor(Sharded(dim, spread.pieces))
+            if sliced and dim is not None
+            else LocalTensor(R, tensor.requires_grad)
+        )
     return found
 
 

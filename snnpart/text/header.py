@@ -125,7 +125,7 @@ def _tensor(info: TensorInfo) -> str:
         "" if info.registered else " unregistered",
         "" if info.used else " unused",
         f" leaf {literals.write_path(info.leaf)}" if info.leaf is not None else "",
-        "".join(f" alias {literals.write_path(name)}" for name in info.aliases),
+        "".join(f" alias {literals.write_path(name)}{' plain' if name in info.plain else ''}" for name in info.aliases),
     ]
     return f"tensor {info.kind} {literals.write_path(info.name)} : {types.write_value(value)}{''.join(words)}"
 
@@ -329,6 +329,10 @@ def _read_tensor_words(line: Line, info: TensorInfo) -> TensorInfo:
     used = not line.take("unused")
     leaf = literals.read_path(line) if line.take("leaf") else None
     aliases: list[str] = []
+    plain: list[str] = []
     while line.take("alias"):
         aliases.append(literals.read_path(line))
-    return replace(info, persistent=persistent, registered=registered, used=used, leaf=leaf, aliases=tuple(aliases))
+        if line.take("plain"):
+            plain.append(aliases[-1])
+    info = replace(info, persistent=persistent, registered=registered, used=used, leaf=leaf)
+    return replace(info, aliases=tuple(aliases), plain=tuple(plain))

@@ -2,7 +2,9 @@
 
 A plain attribute may hold tensors in tuples, named tuples, lists, dicts, dataclasses and modules that were never
 registered; the name of such a tensor is its path (`cell.p.tau`, `blocks.0.weight`). A tensor reachable under several
-names is one root with aliases; the first name in the order of `named_modules` is its own.
+names is one root with aliases; the first name in the order of `named_modules` is its own, a registered one before
+others. `plain` are the aliases under which no module registers it: a learned number of the model that it gave to a
+neuron layer in a tuple of parameters.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Root:
     registered: bool = True
     aliases: list[str] = field(default_factory=list)
     leaf: str | None = None
+    plain: list[str] = field(default_factory=list)
 
 
 def find_roots(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> dict[int, Root]:
@@ -52,9 +55,12 @@ def find_roots(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> dict[i
 
 def _add(roots: dict[int, Root], root: Root) -> None:
     known = roots.setdefault(id(root.tensor), root)
-    shared = root.registered or (root.tensor.requires_grad and not known.registered)  # constants are copied
-    if shared and root.name != known.name and root.name not in known.aliases:
+    in_a_copy = root.leaf is not None and root.leaf != known.leaf  # a leaf's copy finds its tensors by these names
+    learned = root.tensor.requires_grad and (not known.registered or in_a_copy)  # constants are copied
+    if (root.registered or learned) and root.name != known.name and root.name not in known.aliases:
         known.aliases.append(root.name)
+        if not root.registered:
+            known.plain.append(root.name)
 
 
 def _registered(path: str, module: nn.Module, leaf: str | None) -> Iterator[Root]:

@@ -216,12 +216,26 @@ def _tensors(recording: Recording) -> dict[str, TensorInfo]:
     tensors = {}
     for root in recording.roots.values():
         leaf = root.leaf if root.leaf in recording.leaves else None
-        used = root.name in read or leaf is not None
+        used = root.name in read or any(_is_inside(name, recording.leaves) for name in (root.name, *root.aliases))
         if root.registered or used:
             tensors[root.name] = TensorInfo(
-                root.name, root.kind, root.tensor, root.persistent, root.registered, tuple(root.aliases), leaf, used
+                root.name,
+                root.kind,
+                root.tensor,
+                root.persistent,
+                root.registered,
+                tuple(root.aliases),
+                leaf,
+                used,
+                tuple(root.plain),
             )
     return tensors
+
+
+def _is_inside(name: str, leaves: Collection[str]) -> bool:
+    """Whether a tensor of this name lies inside one of the leaves."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in leaves for i in range(1, len(parts)))
 
 
 def _outputs(traced: Traced, out_dims: Any, batch: int) -> tuple[OutputInfo, ...]:

@@ -85,6 +85,13 @@ class Everywhere(nn.Module):
         return head
 
 
+def _cells() -> nn.Module:
+    """Two cells with one learned number, which the network registers; needs norse."""
+    from tests.frameworks.test_shared_numbers import Net
+
+    return Net("model")
+
+
 def _tokens(step: int) -> tuple[Tensor, Tensor]:
     return (torch.arange(25) * 3 + step).reshape(5, 5) % 7, (torch.arange(25) + 1).reshape(5, 5) % 7
 
@@ -101,6 +108,12 @@ TIED = {
         lambda: fill(Everywhere(), scale=0.9),
         lambda: [(det(5, 6, k=0.3 + 0.2 * i) * 2, torch.arange(5) % 3) for i in range(2)],
         loss=F.cross_entropy,
+    ),
+    "shared number": Case(
+        _cells,
+        lambda: [(det(6, 4, 4, k=0.3 + 0.2 * i) * 3, det(4, 3, k=0.7)) for i in range(2)],
+        batch_dim=1,
+        options={"in_dims": 1},
     ),
     "shared conv": Case(
         lambda: fill(Shared(), scale=0.9),

@@ -58,6 +58,18 @@ def test_copies_take_the_steps_of_one_parameter(pool: Pool, name: str, ranks: in
     assert Plan.from_json(results[0]["plan"]).tied == COPIED[name]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [(2, {"tp": 2}), (2, {"pp": 2, "microbatches": 2}), (2, {"dp": "fsdp2"}), (4, {"pp": 2, "tp": 2})],
+    ids=name_of,
+)
+def test_a_number_that_neuron_layers_hold_is_learned(pool: Pool, ranks: int, how: dict[str, Any]) -> None:
+    """`self.tau = nn.Parameter(...)`, given to the layers in a tuple of parameters."""
+    pytest.importorskip("norse")
+    result = check(pool, "shared number", ranks, how, learn=True, clip=0.05)[0]
+    assert result["gradients"]["tau"].abs() > 1e-9 and list(result["state"])[0] == "tau"
+
+
 PLACES: list[tuple[int, dict[str, Any]]] = [
     (2, {"pp": 2, "microbatches": 4}), (3, {"pp": 3, "microbatches": 4}), (4, {"pp": 4, "microbatches": 4}),
     (4, {"pp": 2, "dp": "ddp", "microbatches": 2}), (4, {"pp": 2, "dp": "fsdp2", "microbatches": 2}),
