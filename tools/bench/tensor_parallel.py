@@ -6,6 +6,8 @@
     python tools/bench/tensor_parallel.py --quick             bytes of SEW-ResNet34 with tp=2 on small images, no file
     python tools/bench/tensor_parallel.py --quick --parts speed --device cuda         the race on small images, no file
 
+With --device cuda and fewer than two GPUs, prediction and speed are rows that were not run.
+
 bytes       what a rank sends in a step, counted from the peer's program and from ours (bfloat16, T=4). The peer is
             SpikingJelly's own builders: its model runs forward and backward on the meta device, one rank of a process
             group that only counts. Ours is the plan that sends least, counted from the collectives of the compiled
@@ -24,11 +26,12 @@ plot.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+from rows import gpus  # noqa: E402
 from tensor_parallel_nets import NETS  # noqa: E402
 from tensor_parallel_peer import TIMED, Point, our_bytes, peer_bytes, sew_resnet34, spikformer  # noqa: E402
 from tensor_parallel_plot import draw  # noqa: E402
-from tensor_parallel_rows import RATE, merge, on_ranks, row  # noqa: E402
+from tensor_parallel_rows import RANKS, RATE, merge, on_ranks, row  # noqa: E402
 
 from snnpart.compilation import Options, trace_model  # noqa: E402
 from snnpart.costs import default_profile  # noqa: E402
@@ -60,6 +64,7 @@ SPEED = "images per second"
 PLACEMENTS, PLACEMENT_LIMIT = 5, 3.0
 CLOSE, PLANS_ASKED, POINTS_ASKED, HITS_ASKED = 0.05, 3, 12, 10
 DEVICES = {"cpu": f"2 processes, link of {RATE}", "cuda": "2 GPUs"}
+QUICK = ("bytes", "speed")
 
 
 def points(quick: bool) -> list[tuple[Point, int]]:
@@ -148,11 +153,12 @@ def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
     hits, errors = 0, []
     for point in found:
         plans, best = point["plans"], min(plan["measured"] for plan in point["plans"].values())
-        for label, plan in plans.items():
+        label = f"{point['point']}{_on(device)}"
+        for name, plan in plans.items():
             ratio = plan["predicted"] / plan["measured"]
             errors.append(abs(ratio - 1))
             yield row(
-                f"{point['point']}, {label}",
+                f"{label}, {name}",
                 PLAN_TIMES,
                 "ms",
                 plan["predicted"] / 1e3,
@@ -164,12 +170,12 @@ def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
                 machine=machine(device),
                 note="ours: predicted; ratio: predicted / measured",
             )
-        chosen = min(plans, key=lambda label: plans[label]["predicted"])
+        chosen = min(plans, key=lambda name: plans[name]["predicted"])
         behind = plans[chosen]["measured"] / best - 1
         good = behind <= CLOSE and len(plans) >= PLANS_ASKED
         hits += good
         yield row(
-            point["point"],
+            label,
             BEHIND,
             "%",
             100 * behind,
@@ -178,7 +184,7 @@ def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
             note=f"predicted fastest: {chosen}; {len(plans)} plans",
         )
     yield row(
-        f"{len(found)} points, tp=2",
+        _hits(len(found), device),
         HITS,
         "points",
         hits,
@@ -188,8 +194,17 @@ def prediction_rows(device: str) -> Iterator[dict[str, Any]]:
     )
 
 
+def _hits(count: int, device: str) -> str:
+    return f"{count} points, tp=2{_on(device)}"
+
+
+def _on(device: str) -> str:
+    """What ends the points of predictions that were not measured on the CPU, which would have the same names."""
+    return "" if device == "cpu" else f", {DEVICES[device]}"
+
+
 def speed_rows(device: str) -> Iterator[dict[str, Any]]:
-    """Images/s on this device, and the rows of the other as not run, if it has none yet."""
+    """Images/s on this device."""
     yield from raced(on_ranks(HERE / "tensor_parallel_speed.py", [device], throttled=device == "cpu"), device)
 
 
@@ -215,41 +230,44 @@ def raced(found: list[dict[str, Any]], device: str, ranks: str | None = None) ->
             )
 
 
-def quick_rows(parts: list[str], device: str) -> Iterator[dict[str, Any]]:
-    """The short form: bytes, or the race where only that is asked for."""
-    if parts == ["speed"]:
-        gpus = torch.cuda.device_count() if device == "cuda" else 0
-        ranks = f"2 processes on {min(gpus, 2)} GPUs" if gpus else "2 processes"
+def quick_rows(parts: Sequence[str], device: str) -> Iterator[dict[str, Any]]:
+    """The short form of the parts that have one."""
+    if "bytes" in parts:
+        ((point, tp),) = points(quick=True)
+        yield from (measure(point, tp, mode) for mode in LEAST)
+    if "speed" in parts:
+        there = torch.cuda.device_count() if device == "cuda" else 0
+        ranks = f"2 processes on {min(there, RANKS)} GPUs" if there else "2 processes"
         yield from raced(on_ranks(HERE / "tensor_parallel_speed.py", [device, "quick"]), device, ranks)
-        return
-    ((point, tp),) = points(quick=True)
-    for mode in LEAST:
-        yield measure(point, tp, mode)
 
 
 def speed_point(label: str, ranks: str, training: bool, plan: str) -> str:
     return f"{label}, {'training' if training else 'inference'}, shard={plan}, {ranks}"
 
 
-def missing_rows(device: str) -> Iterator[dict[str, Any]]:
-    """The rows of the speed on a device that is not there."""
-    for point in TIMED[device]:
-        for training in (False, True):
-            yield row(
-                speed_point(point.label, DEVICES[device], training, "max"),
-                SPEED,
-                "images/s",
-                "",
-                peer_name=PEER,
-                machine=DEVICES[device],
-                status="not-run",
-                note=f"python tools/bench/tensor_parallel.py --parts speed --device {device}",
-            )
+def missing_rows(part: str, device: str) -> Iterator[dict[str, Any]]:
+    """The rows of a timed part on a device that is not there."""
+    said = {
+        "machine": DEVICES[device],
+        "status": "not-run",
+        "note": f"python tools/bench/tensor_parallel.py --parts {part} --device {device}",
+    }
+    if part == "prediction":
+        yield row(_hits(sum(len(net.batches) for net in NETS.values()), device), HITS, "points", "", **said)
+    if part == "speed":
+        for point, training in itertools.product(TIMED[device], (False, True)):
+            label = speed_point(point.label, DEVICES[device], training, "max")
+            yield row(label, SPEED, "images/s", "", peer_name=PEER, **said)
+
+
+def lacks_gpus(device: str) -> bool:
+    """Whether the two ranks would have to share a GPU, or there is none."""
+    return device == "cuda" and torch.cuda.device_count() < RANKS
 
 
 def machine(device: str) -> str:
     """The machine's name in the rows of timed parts."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {DEVICES['cpu'].split(',')[0]}"
+    return gpus() if device == "cuda" else f"{platform.machine()}, {DEVICES['cpu'].split(',')[0]}"
 
 
 PARTS: Mapping[str, tuple[Callable[[str], Iterator[dict[str, Any]]], tuple[str, ...]]] = {
@@ -261,21 +279,36 @@ PARTS: Mapping[str, tuple[Callable[[str], Iterator[dict[str, Any]]], tuple[str, 
 """What makes the rows of each part, and the metrics they have."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small point of bytes or speed; writes no file")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all, with --quick bytes")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="of the parts prediction and speed")
     parser.add_argument("--output", type=Path, help="the CSV to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    parts: list[str] = options.parts or (["bytes"] if options.quick else list(PARTS))
+    if options.quick and not set(parts) <= set(QUICK):
+        parser.error(f"--quick has the parts {' and '.join(QUICK)}, not {', '.join(sorted(set(parts) - set(QUICK)))}")
     target = options.output or (None if options.quick else ROOT / "docs/results/tensor_parallel.csv")
     if options.quick:
-        _write([_shown(found) for found in quick_rows(options.parts, options.device)], target, options.device)
+        _write([_shown(found) for found in quick_rows(parts, options.device)], [], target)
         return 0
-    for part in options.parts:
-        make, _ = PARTS[part]
-        _write([_shown(found) for found in make(options.device)], target, options.device)
+    for part in parts:
+        _part(part, options.device, target)
     return 0
+
+
+def _part(part: str, device: str, target: Path | None) -> None:
+    """Measure a part, and say which of its rows are missing: those of devices that are not there."""
+    timed = part in ("prediction", "speed")
+    absent = timed and lacks_gpus(device)
+    lacking = [device] if absent else [other for other in DEVICES if other != device]
+    missing = [found for other in lacking for found in missing_rows(part, other)]
+    make, _ = PARTS[part]
+    measured = [] if absent else [_shown(found) for found in make(device)]
+    for found in missing if absent else ():
+        _shown(found)
+    _write(measured, missing, target)
 
 
 def _shown(found: dict[str, Any]) -> dict[str, Any]:
@@ -283,12 +316,12 @@ def _shown(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _write(table: list[dict[str, Any]], target: Path | None, device: str) -> None:
-    """The rows in the place of those with the same metric on the same device, and the plot anew."""
+def _write(table: list[dict[str, Any]], missing: list[dict[str, Any]], target: Path | None) -> None:
+    """The rows in the place of those with the same metric on the same device, what is missing if it has never been
+    measured, and the plot anew."""
     if target is None:
         return
-    others = [found for other in DEVICES if other != device for found in missing_rows(other)]
-    merge(target, table, others if any(found["metric"] == SPEED for found in table) else [])
+    merge(target, table, missing)
     draw(target)
 
 

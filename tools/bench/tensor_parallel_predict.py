@@ -4,7 +4,8 @@ For each network and batch the profile is measured first: rates, the link over t
 the kernels of the network. With it a training step of each of five plans is predicted: no layer shared, the fastest
 (`time`), every layer shared (`max`), every second of these whole (`half`), and the one that sends least (`bytes`). Then
 the plans run in turn until each one's two best rounds agree within 2 %; the best round counts, on the slowest rank.
-Plans that come out alike (as many collectives, predicted within half a percent) are one; at least three are left.
+Plans that come out alike (as many collectives, predicted within half a percent) are one; points with fewer than three
+do not count.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main(device: str, target: str, names: Sequence[str] = ()) -> None:
 
 
 def join(device: str) -> torch.device:
-    """The process group of the ranks, and the device of this one. NCCL wants a GPU for each rank: gloo without."""
+    """The process group of the ranks, and the device of this one. NCCL wants a GPU for each rank: gloo without, where
+    only the short form comes to."""
     own = device != "cuda" or torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if own and device == "cuda" else "gloo")
     torch.set_num_threads(1)

@@ -53,7 +53,7 @@ def on_ranks(script: Path, arguments: Sequence[str], *, throttled: bool = False,
         logs = [Path(folder, f"rank{rank}.log") for rank in range(RANKS)]
         started = [_start(command, rank, hosts, log) for rank, log in enumerate(logs)]
         try:
-            codes = [process.wait(limit) for process in started]
+            codes: list[int | None] = [process.wait(limit) for process in started]
         except subprocess.TimeoutExpired:
             codes = [None for _ in started]
         finally:
