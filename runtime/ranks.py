@@ -30,6 +30,7 @@ from snnpart.runtime.collectives import Axis, over_nccl
 
 FORWARD, BACKWARD = "forward", "backward"
 _worlds = itertools.count()
+_AGREED = "_snnpart_raised_on_all_ranks"
 _NEVER_SENT = 77
 """The tag of a message that no rank sends."""
 _ALONG = {**{axis: axis for axis in AXES}, FORWARD: "pp", BACKWARD: "pp"}
@@ -98,6 +99,7 @@ class Ranks:
             return sums
         found = [(rank, other) for rank, other in enumerate(self.gather(_portable(problem))) if other is not None]
         rank, first = found[0]
+        vars(first)[_AGREED] = True
         if len(self.world.ranks) > 1 and isinstance(first, SnnpartError):
             first.where = ", ".join(filter(None, [f"rank {rank}", first.where]))
         elif len(self.world.ranks) > 1:
@@ -141,12 +143,24 @@ def join(pp: int, tp: int, *, device: torch.device, timeout: timedelta, among: I
     owns_world = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if owns_world:
         _begin_world(device, timeout)
+    try:
+        return _placed(pp, tp, device, timeout, sorted(set(among)), owns_world)
+    except BaseException:
+        if owns_world:  # the next launch begins anew
+            dist.destroy_process_group()
+        raise
+
+
+def _placed(
+    pp: int, tp: int, device: torch.device, timeout: timedelta, among: Sequence[tuple[int, ...]], owns_world: bool
+) -> Ranks:
+    """The groups of this process's place."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = mesh_for(size, pp=pp, tp=tp)
     everyone = cast("dist.ProcessGroup", dist.new_group(timeout=timeout)) if size > 1 else None
     axes = {name: _axis(mesh, rank, along, timeout) for name, along in _ALONG.items()}
     world = Axis(everyone, rank, tuple(range(size)))
-    groups = {at: _axis(mesh, rank, "pp", timeout, at) for at in sorted(set(among))}
+    groups = {at: _axis(mesh, rank, "pp", timeout, at) for at in among}
     owned = tuple(axis.group for axis in (world, *axes.values(), *groups.values()) if axis.group is not None)
     return Ranks(rank, mesh, device, axes, world, owns_world, owned, groups)
 
@@ -165,6 +179,11 @@ def _begin_world(device: torch.device, timeout: timedelta) -> None:
         world_size=size,
         timeout=timeout,
     )
+
+
+def is_agreed(error: Exception) -> bool:
+    """Whether `Ranks.agree` raised the error, which then is every rank's."""
+    return _AGREED in vars(error)
 
 
 def _portable(problem: Exception | None) -> Exception | None:
