@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from snnpart.runtime.engine import Engine
+from snnpart.runtime.heartbeat import DEVICE
 
 WARM = 3
 KEPT = 8
@@ -114,11 +115,14 @@ class Captures:
         if not one.is_captured:
             assert self.stream is not None
             try:
-                one.capture(self.stream, self._pool)
+                with self._engine.heartbeat.attempt():
+                    one.capture(self.stream, self._pool)
             except Exception as error:
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 self._end_capture()
-        found = [(rank, text) for rank, text in enumerate(self._engine.ranks.gather(problem)) if text]
+        with self._engine.heartbeat.guard("agreeing on the capture", self._engine.stage.place):
+            everyone = self._engine.ranks.gather(problem)
+        found = [(rank, text) for rank, text in enumerate(everyone) if text]
         if found:
             self._give_up(*found[0])
         return not found
@@ -133,12 +137,13 @@ class Captures:
             torch.zeros((), device=self._engine.ranks.device)
 
     def _give_up(self, rank: int, text: str) -> None:
-        """Run uncaptured from now on; what a capture left half done is forgotten."""
+        """Run uncaptured from now on; what a capture left half done is forgotten, by all ranks alike: who captured
+        would else reduce gradients in buckets that the others make anew."""
         self._failed = True
         self._passes.clear()
         self._engine.zero_grad()
         self._engine.stage.reset()
-        self._engine.broken = False
+        self._engine.forget()
         self._notice(f"steps run uncaptured: the capture failed on rank {rank} with {text}")
 
     @property
@@ -149,7 +154,8 @@ class Captures:
     def close(self) -> None:
         """Drop all graphs: NCCL does not end a communicator that a graph still uses, it waits for ever."""
         if self.stream is not None:
-            torch.cuda.synchronize(self._engine.ranks.device)
+            with self._engine.heartbeat.within(f"{DEVICE}, closing"):
+                torch.cuda.synchronize(self._engine.ranks.device)
         self._passes.clear()
 
 

@@ -24,7 +24,7 @@ from snnpart.runtime.collectives import GroupCollectives
 from snnpart.runtime.data_parallel import broadcast_buffers
 from snnpart.runtime.first_passes import FirstPasses
 from snnpart.runtime.gradients import PartialGradients
-from snnpart.runtime.heartbeat import Heartbeat
+from snnpart.runtime.heartbeat import DEVICE, Heartbeat
 from snnpart.runtime.losses import Merged
 from snnpart.runtime.pipeline import Part, Pipeline
 from snnpart.runtime.precision import Precision
@@ -60,7 +60,6 @@ class Engine:
     """Whether a train step came after the last time that all dp ranks were given dp rank 0's buffers."""
     grad_norm: float | Tensor | None = None
     closed: bool = False
-    broken: bool = False
     _collectives: GroupCollectives = field(init=False)
     _types: dict[bool, WireTypes] = field(init=False)
     _first_passes: FirstPasses = field(init=False, default_factory=FirstPasses)
@@ -109,7 +108,7 @@ class Engine:
         """LaunchError after `close`, or after a step that failed."""
         if self.closed:
             raise LaunchError("the program was closed", fix="launch it again")
-        if self.broken:
+        if self.heartbeat.broken:
             raise LaunchError("a step failed; messages of it may still be under way", fix="close() and launch again")
 
     def bound_sequence(self) -> None:
@@ -140,8 +139,9 @@ class Engine:
             with ops.use_collectives(self._collectives), shared_statistics.sharing(self._total()):
                 self.parallel.prepare(self.precision.dtype)
                 pipeline.run(self.compiled.schedule)
-        except BaseException:
-            self.broken = self.ranks.mesh.size > 1
+        except BaseException as error:
+            if not self.heartbeat.broken:  # nobody has been told
+                self.heartbeat.failed(f"a pass, {self.stage.place}: {type(error).__name__}: {error}")
             self.zero_grad()
             self.stage.reset()
             self.forget()
@@ -182,9 +182,14 @@ class Engine:
         """Nested data on this rank's device."""
         return on_device(data, self.ranks.device)
 
+    def on_host(self, number: float | Tensor) -> float:
+        """The number, for which the host waits."""
+        with self.heartbeat.within(f"{DEVICE}, {self.stage.place}"):
+            return float(number)
+
     def same_everywhere(self, loss: float | Tensor) -> Tensor:
         """The sum over dp of the last stages' numbers, bit-equal on all ranks. The host waits for the number."""
-        mine = float(loss) if self.has_loss else 0.0
+        mine = self.on_host(loss) if self.has_loss else 0.0
         with self.heartbeat.guard("agreeing on the loss", self.stage.place, shared=True):
             (total,) = self.ranks.sum([mine])
         return torch.tensor(total, dtype=torch.float64)

@@ -7,9 +7,11 @@ it also sees what NCCL's watchdog does not.
 When communication fails (a connection breaks, a wait takes longer than the timeout) the error is built from these
 records: the rank that failed first, stopped answering, or is longest in an operation that waits for nobody.
 
-A rank that raises in a step says so in the store. Another one that waits for it in vain is woken by its own thread,
-which breaks the groups off (`Ranks.hang_up`), so that the wait ends in that error within seconds. A rank that raises
-by itself, or is in no step, is left alone: who catches the same error on all ranks may go on and launch again.
+A rank that raises in a step says so in the store, and its program is broken: it must be launched again. Another one
+that waits for it in vain is woken by its own thread, which breaks the groups off (`Ranks.hang_up`), so that the wait
+ends in that error within seconds. A rank that raises by itself, or is in no step, is left alone: who catches the same
+error on all ranks may go on and launch again. What is said is never taken back, so nothing is said of errors after
+which all go on: those that `Ranks.agree` raises everywhere, and those of a capture, which is given up (`attempt`).
 
 A main thread that is still in one operation well after the timeout (in a loss that never ends, in a replayed graph)
 cannot be woken; its own thread then writes the reason to stderr and ends the process, as NCCL's watchdog would.
@@ -31,9 +33,9 @@ from typing import Any
 import torch.distributed as dist
 
 from snnpart.errors import LaunchError, SnnpartError
-from snnpart.runtime.ranks import Ranks
+from snnpart.runtime.ranks import Ranks, is_agreed
 
-WAITS = ("receiving", "sending", "agreeing", "reducing")
+WAITS = ("receiving", "sending", "agreeing", "reducing", "sharing")
 """First words of operations in which a rank may wait for another."""
 DEVICE = "waiting for the device"
 """First words of an operation that waits for a GPU."""
@@ -42,8 +44,8 @@ GRACE = 1.5
 MISSED = 4
 """Beats that a rank may miss."""
 DOOMED = 30.0
-"""Seconds that a rank may wait for its device where another has failed: a kernel that waits for a message that never
-comes cannot be woken."""
+"""Seconds that a rank may wait for its device once it has seen that another failed: a kernel that waits for a message
+that never comes cannot be woken."""
 HELD_UP = 2.0
 """Seconds for which a busy machine may hold a thread up."""
 
@@ -69,6 +71,10 @@ class Heartbeat:
         self._stop, self._end = threading.Event(), end or _end
         self._store: dist.TCPStore | None = None
         self._in_vain: float | None = None
+        self._doomed_at: float | None = None
+        self._attempts = False
+        self.broken = False
+        """Whether this rank failed, lost another or was woken: messages may be under way that nobody takes."""
         if ranks.mesh.size > 1:
             self._store = self._connect()
             self._thread = threading.Thread(target=self._beat, name="snnpart-heartbeat", daemon=True)
@@ -109,16 +115,18 @@ class Heartbeat:
         """`within`, and an error says where it happened.
 
         Failed communication becomes a LaunchError that names who is to blame; any other error gets a note and is made
-        known to the others, unless it is `shared`: raised by all.
+        known to the others, unless all raise it: `Ranks.agree` did, or it is one of ours where these are `shared`.
         """
         try:
             with self.within(f"{operation}, {where}"):
                 yield
         except Exception as error:
-            place = f"{self._place(self._ranks.rank)}, {where}"
-            if shared and isinstance(error, SnnpartError):
+            alike = is_agreed(error) or (shared and isinstance(error, SnnpartError))
+            if alike or self._attempts:
                 raise
+            place = f"{self._place(self._ranks.rank)}, {where}"
             if _is_communication(error):
+                self.broken = self._store is not None
                 raise LaunchError(
                     f"{operation} failed: {self.reason() or error}", where=place, fix="see the first rank that failed"
                 ) from error
@@ -126,13 +134,24 @@ class Heartbeat:
             error.add_note(f"in {operation} of {place}")
             raise
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Errors in here break nothing and are not made known: the caller has another way, for all ranks."""
+        self._attempts = True
+        try:
+            yield
+        finally:
+            self._attempts = False
+
     def failed(self, what: str) -> None:
-        """This rank's step failed: others will name it, unless another one was first."""
-        if self._store is not None:
-            try:
-                self._store.compare_set("failed", "", f"{self._ranks.rank} {what}")
-            except RuntimeError:
-                return  # the store went with rank 0
+        """This rank's step failed: others will name it, unless another one was first. With one rank nothing breaks."""
+        if self._store is None or self._attempts:
+            return
+        self.broken = True
+        try:
+            self._store.compare_set("failed", "", f"{self._ranks.rank} {what}")
+        except RuntimeError:
+            return  # the store went with rank 0
 
     def reason(self) -> str:
         """Who is to blame for what this rank waited for in vain; empty when nobody can be named.
@@ -176,8 +195,8 @@ class Heartbeat:
                     self._wake()
             except RuntimeError:
                 lost = True  # rank 0 is gone, and will be seen to be silent
-            inside = time.monotonic() - self._since if self._operation else 0.0
-            if inside > self._patience():
+            if self._is_overdue():
+                inside = time.monotonic() - self._since
                 here = f"{self._place(self._ranks.rank)} is in {self._operation} for {inside:.0f} s"
                 self._end(f"{here}. {self.reason()}")
                 return
@@ -198,17 +217,22 @@ class Heartbeat:
     def _wake(self) -> None:
         """Break the groups off if another rank has failed and the main thread has been in one operation for a beat
         since: forward and backward wait for others too, and if it only computes, the step cannot be finished."""
-        before, since = self._in_vain, self._since
-        doomed = bool(self._operation) and bool(self._first_failure())
+        before, since, failure = self._in_vain, self._since, self._first_failure()
+        if failure and self._doomed_at is None:
+            self._doomed_at = time.monotonic()
+        doomed = bool(self._operation and failure)
         self._in_vain = since if doomed else None
         if doomed and before == since:
+            self.broken = True
             self._ranks.hang_up()
 
-    def _patience(self) -> float:
-        """Seconds in one operation after which the process is ended."""
-        usual = GRACE * self._timeout
-        on_device = self._operation.startswith(DEVICE) and self._store is not None
-        return min(usual, DOOMED) if on_device and self._first_failure() else usual
+    def _is_overdue(self) -> bool:
+        """Whether the main thread has been in one operation for so long that the process is to end."""
+        now, operation, since = time.monotonic(), self._operation, self._since
+        if not operation:
+            return False
+        doomed = self._doomed_at if operation.startswith(DEVICE) else None
+        return now - since > GRACE * self._timeout or (doomed is not None and now - max(since, doomed) > DOOMED)
 
     def _first_failure(self) -> str:
         assert self._store is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -65,12 +65,15 @@ class RunningProgram:
         carry = stage.between if isinstance(stage.between, Carry) else None
         batches = Batches(compiled, ranks, self._signatures, carry, settings)
         optimizer = self._make_optimizer(settings.optimizer)
-        self._engine = Engine(
-            compiled, ranks, stage, self._signatures, parallel, self._partial, batches,
-            Heartbeat(ranks, settings.timeout), settings, precision, carry, optimizer=optimizer,
-            copies=over_copies(stage, ranks, holders(compiled)),
-        )  # fmt: skip
-        self._execution = Execution(self._engine, self.notice)
+        with ExitStack() as opened:
+            heartbeat = Heartbeat(ranks, settings.timeout)
+            opened.callback(heartbeat.close)
+            self._engine = Engine(
+                compiled, ranks, stage, self._signatures, parallel, self._partial, batches, heartbeat, settings,
+                precision, carry, optimizer=optimizer, copies=over_copies(stage, ranks, holders(compiled)),
+            )  # fmt: skip
+            self._execution = Execution(self._engine, self.notice)
+            opened.pop_all()  # nothing failed: `close` ends them
 
     def _make_optimizer(self, factory: Callable[..., Any] | None) -> torch.optim.Optimizer | None:
         """This rank's optimizer; None without a factory, or on a stage with nothing to learn. Collective: where one
@@ -124,7 +127,8 @@ class RunningProgram:
         """The network's outputs for this dp rank's batch in eval mode, in the user's structure, on every rank.
 
         With `loss_fn` the result is `(outputs, loss)`; the loss is the mean over the samples of all dp ranks. A batch
-        smaller than the number of microbatches is run in fewer. `reset_mask` is that of `train_step`.
+        smaller than the number of microbatches is run in fewer. `reset_mask` is that of `train_step`. What `loss_fn`
+        raises on one rank is raised on all.
         """
         return self._execution.eval_step(inputs, targets, loss_fn, reset_mask)
 

@@ -48,11 +48,13 @@ class StaticForward(StaticPass):
         made = [pipeline.outputs[i] for i in sorted(pipeline.outputs)]
         merged = microbatch.merge(made, source_of(self._parts[0]), self.sizes) if made else []
         if self._kinds is None:
-            self._kinds = kinds_of(merged, engine.ranks, engine.last)
+            with engine.heartbeat.guard("sharing outputs", engine.stage.place):
+                self._kinds = kinds_of(merged, engine.ranks, engine.last)
         bad = engine.bad_inputs(self._parts)
-        if engine.ranks.world.group is not None:
-            dist.all_reduce(bad, group=engine.ranks.world.group)
-        return share(merged, engine.ranks, engine.last, self._kinds), bad
+        with engine.heartbeat.guard("sharing outputs", engine.stage.place):
+            if engine.ranks.world.group is not None:
+                dist.all_reduce(bad, group=engine.ranks.world.group)
+            return share(merged, engine.ranks, engine.last, self._kinds), bad
 
     def structured(self, flat: list[Tensor]) -> Any:
         """The user's output structure."""

@@ -35,7 +35,9 @@ def train_step(
     """One step on this dp rank's batch, window by window; see `RunningProgram.train_step`."""
     engine.bound_sequence()
     total = torch.zeros((), dtype=torch.float64)
-    for at, (window, share_of_time) in enumerate(agreed_windows(engine.settings.cut, inputs, engine.ranks)):
+    with engine.heartbeat.guard("agreeing on the windows", "start of a step", shared=True):
+        windows = agreed_windows(engine.settings.cut, inputs, engine.ranks)
+    for at, (window, share_of_time) in enumerate(windows):
         mask = None if at else reset_mask
         engine.check_open()
         with engine.heartbeat.guard("agreeing on the batch", "start of a step", shared=True):
@@ -59,7 +61,8 @@ def train_step(
 def _update_scaled(engine: Engine, update: Update) -> None:
     """Unscale, clip, step unless a gradient is not finite, and choose the next scale."""
     nothing = torch.zeros((), device=engine.ranks.device)
-    report = update.report(nothing, nothing)
+    with engine.heartbeat.guard("agreeing on gradients", engine.stage.place):
+        report = update.report(nothing, nothing)
     update.step(report)
     update.step_on_host(report)
     engine.grad_norm = report[NORM] if engine.settings.clip_grad_norm is not None else None
@@ -90,7 +93,7 @@ def gradients(engine: Engine, parts: Sequence[Part], loss_fn: LossFn, targets: C
     engine.steps += 1
     if check is not None:
         _judge(engine, check)
-    with engine.heartbeat.guard("reducing gradients", engine.stage.place, shared=True):
+    with engine.heartbeat.guard("reducing gradients", engine.stage.place):
         engine.parallel.finish()
     engine.finish_sums()
     engine.parallel.rest()
@@ -108,7 +111,8 @@ def _first_look(engine: Engine, parts: int, loss_fn: LossFn) -> LossCheck | None
 def _judge(engine: Engine, suspect: LossCheck) -> None:
     """Raise on every rank if the first loss is not of the kind that was said; its gradients are forgotten."""
     try:
-        engine.ranks.agree(suspect.problem)
+        with engine.heartbeat.guard("agreeing on the kind of loss", engine.stage.place):
+            engine.ranks.agree(suspect.problem)
     except ConfigError:
         engine.zero_grad()
         engine.forget()

@@ -162,7 +162,9 @@ class Update:
     def step_on_host(self, report: Tensor) -> None:
         """The step of an optimizer that cannot be captured."""
         optimizer = self._engine.optimizer
-        if self.kind == "host" and optimizer is not None and float(report[BAD_INPUTS] + report[BAD_GRADIENTS]) == 0:
+        if self.kind != "host" or optimizer is None:
+            return
+        if self._engine.on_host(report[BAD_INPUTS] + report[BAD_GRADIENTS]) == 0:
             optimizer.step()
 
 

@@ -6,9 +6,11 @@ import contextlib
 import gc
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from snnpart.errors import LaunchError
 from snnpart.program import StageProgram
 from snnpart.runtime import signatures
 from snnpart.runtime.launch import launch
+from snnpart.runtime.running import RunningProgram
 from tests.distributed.cases import det, fill
 from tests.distributed.handmade import compile_by_hand, make_net
 from tests.distributed.jobs import batch
@@ -98,6 +101,89 @@ def raise_alike() -> dict[str, Any]:
     again = launch(program)
     found = {"kind": kind, "parameters": parameters, "loss": again.train_step(x, y, F.cross_entropy).item()}
     again.close()
+    return found
+
+
+def goes_on_after(how: str) -> dict[str, Any]:
+    """Two dp ranks go on after an error that all of them have: of the user's weights of samples, or of a capture that
+    fails on rank 1. Later rank 0 comes three seconds late, which are four beats, to a step. A broken program would
+    raise there."""
+    execution = "cuda_graph" if how == "capture" else "eager"
+    broken = [False]
+
+    def weigh(target: Tensor) -> float:
+        if broken[0]:
+            raise ValueError("no such label")
+        return float(len(target))
+
+    options: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0), "timeout": timedelta(seconds=7)}
+    running = launch(compile_by_hand(make_net(), dp="ddp"), execution=execution, loss_reduction=weigh, **options)
+    x, y = batch(dist.get_rank(), 4)
+    losses = [running.train_step(x, y, F.cross_entropy).item()]
+    broken[0] = True
+    text = ""
+    try:
+        if how == "capture":
+            _capture_in_vain(running, "no such loss")
+        else:
+            running.train_step(x, y, F.cross_entropy)
+    except ValueError as error:
+        text = str(error)
+    broken[0] = False
+    losses.append(running.train_step(x, y, F.cross_entropy).item())
+    time.sleep(3.0 if dist.get_rank() == 0 else 0.0)
+    losses.append(running.train_step(x, y, F.cross_entropy).item())
+    found = {"text": text, "losses": losses, "notices": list(running.notices)}
+    running.close()
+    return found
+
+
+def _capture_in_vain(running: RunningProgram, text: str) -> None:
+    """A capture as a GPU would do it: on rank 1 the pass raises in its forward; rank 0's works and takes longer."""
+    captures = running._execution.captures
+    (step,) = captures._passes.values()
+    stage = running.stage
+
+    def raises(*_: Any) -> Any:
+        raise ValueError(text)
+
+    def fails(*_: Any) -> None:
+        with mock.patch.object(stage, "forward", raises):
+            step._body()
+
+    def works(*_: Any) -> None:
+        with running._engine.heartbeat.within("forward, stage 0, microbatch 0"):
+            time.sleep(3.0)
+
+    with mock.patch.object(step, "capture", works if dist.get_rank() == 0 else fails):
+        with mock.patch.multiple(captures, stream="a stream", _end_capture=lambda: None):
+            assert not captures.capture(step)
+
+
+def fails_in_evaluation(where: str) -> dict[str, Any]:
+    """Rank 1 raises in the forward of an evaluation of two stages, or in the loss of one on two dp ranks: each rank's
+    error, the seconds to it, and what comes of the next evaluation."""
+    running = launch(compile_by_hand(make_net(), pp=2 if where == "forward" else 1), timeout=timedelta(seconds=20))
+    x, y = batch(0, 4)
+    running.eval_step(x, y, F.cross_entropy)
+
+    def raises(*_: Any) -> Any:
+        raise ValueError("no such layer")
+
+    mine = dist.get_rank() == 1
+    stage = mock.patch.object(running.stage, "forward", raises) if mine and where == "forward" else nullcontext()
+    found: dict[str, Any] = {}
+    start = time.monotonic()
+    try:
+        with stage:
+            running.eval_step(x, y, raises if mine and where == "loss" else F.cross_entropy)
+    except Exception as error:
+        found = {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    try:
+        found["next"] = running.eval_step(x, y, F.cross_entropy)[1].item()
+    except LaunchError as error:
+        found["next"] = str(error)
+    running.close()
     return found
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
+import torch.nn.functional as F
 
 from snnpart.errors import LaunchError
 from tests.distributed.handmade import make_net
+from tests.distributed.jobs import batch
 from tests.distributed.pool import JobFailed, Pool
-from tests.distributed.reference import assert_same
+from tests.distributed.reference import OneProcess, assert_same
 
 JOBS = "tests.distributed.jobs_pipeline:"
-PLACE = r"rank 1 \(dp 0, pp 1, tp 0\)"
+PLAIN = "rank 1 (dp 0, pp 1, tp 0)"
+PLACE = re.escape(PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,40 @@ def test_ranks_that_catch_the_same_error_go_on(pool: Pool) -> None:
     for found in pool.run(JOBS + "raise_alike", ranks=2):
         assert found["kind"] == "ValueError" and found["loss"] > 0
         assert_same(found["parameters"], dict(make_net().named_parameters()), 0)
+
+
+def test_an_error_that_all_ranks_have_breaks_nothing(pool: Pool) -> None:
+    """It stayed in the store, and a rank that later waited for a slow one was woken and its program broken."""
+    wanted = OneProcess(make_net()).train_step([batch(0, 4), batch(1, 4)], F.cross_entropy)
+    for found in pool.run(JOBS + "goes_on_after", ranks=2, how="weights"):
+        assert found["text"] == "no such label"
+        assert found["losses"] == pytest.approx([wanted] * 3, abs=1e-9)
+
+
+def test_a_capture_that_failed_breaks_nothing(pool: Pool) -> None:
+    """All go on uncaptured, whoever's it was."""
+    wanted = OneProcess(make_net()).train_step([batch(0, 4), batch(1, 4)], F.cross_entropy)
+    for found in pool.run(JOBS + "goes_on_after", ranks=2, how="capture"):
+        assert "steps run uncaptured: the capture failed on rank 1 with ValueError: no such loss" in found["notices"]
+        assert found["text"] == ""
+        assert found["losses"] == pytest.approx([wanted] * 3, abs=1e-9)
+
+
+def test_who_waits_for_the_outputs_of_a_stage_that_raised_is_told_at_once(pool: Pool) -> None:
+    first, second = pool.run(JOBS + "fails_in_evaluation", ranks=2, where="forward")
+    assert second["kind"] == "ValueError" and second["text"] == "no such layer"
+    assert first["kind"] == "LaunchError" and first["seconds"] < 15
+    assert "stage 0: sharing outputs failed: " in first["text"]
+    assert f"{PLAIN} failed in forward, stage 1, microbatch 0: ValueError: no such layer" in first["text"]
+    assert "launch again" in first["next"] and "launch again" in second["next"]
+
+
+def test_a_loss_of_an_evaluation_that_raises_on_one_rank_is_raised_on_all(pool: Pool) -> None:
+    """Nobody waits for it, and the next evaluation is as any other."""
+    wanted = F.cross_entropy(OneProcess(make_net()).evaluate(batch(0, 4)[0]), batch(0, 4)[1]).item()
+    for found in pool.run(JOBS + "fails_in_evaluation", ranks=2, where="loss"):
+        assert found["kind"] == "ValueError" and found["text"] == "no such layer" and found["seconds"] < 15
+        assert found["next"] == pytest.approx(wanted, abs=1e-9)
 
 
 def test_a_rank_that_does_not_come_to_the_step(pool: Pool) -> None:

@@ -51,6 +51,7 @@ def test_second_launch(pool: Pool) -> None:
         ("optimizer", "ValueError", "Invalid learning rate: -1.0"),
         ("values", "ConfigError", "rank 0: values has shape (1,) for 'a.weight'"),
         ("check", "LaunchError", "rank 1: it is wrong"),
+        ("execution", "ValueError", "no such stream"),
     ],
 )
 def test_a_launch_that_fails_leaves_nothing(pool: Pool, where: str, kind: str, text: str) -> None:

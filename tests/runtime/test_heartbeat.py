@@ -12,9 +12,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from snnpart.errors import ConfigError, LaunchError
 from snnpart.mesh import Mesh
 from snnpart.runtime.collectives import Axis
 from snnpart.runtime.heartbeat import Heartbeat
@@ -39,20 +41,84 @@ class FirstOfTwo(Heartbeat):
 
 
 def test_a_wait_for_the_device_is_given_up_sooner_when_a_rank_has_failed() -> None:
-    """A kernel that waits for another rank cannot be woken; a wait on the host is, and is not counted here."""
+    """A kernel that waits for another rank cannot be woken; a wait on the host is, and is not counted here. A wait that
+    began long before the failure has as long as any other."""
     heartbeat = FirstOfTwo()
+    heartbeat._stop.set()  # its thread looks on no more: the test does
+    heartbeat._thread.join()
     heartbeat._timeout = 600.0
-    found = []
-    with heartbeat.within("waiting for the device, in a captured step"):
-        found.append(heartbeat._patience())
-        assert heartbeat._store is not None
-        heartbeat._store.set("failed", "1 the loss, stage 1: ValueError: no such loss")
-        found.append(heartbeat._patience())
-    with heartbeat.within("receiving, stage 0"):
-        found.append(heartbeat._patience())
+
+    def overdue(operation: str, inside: float) -> bool:
+        with heartbeat.within(operation):
+            heartbeat._since = time.monotonic() - inside
+            return heartbeat._is_overdue()
+
+    device, host = "waiting for the device, in a captured step", "receiving, stage 0"
+    assert not overdue(device, 899.0) and overdue(device, 901.0)
+    assert heartbeat._store is not None
+    heartbeat._store.set("failed", "1 the loss, stage 1: ValueError: no such loss")
+    heartbeat._wake()
+    assert not overdue(device, 899.0)
+    assert heartbeat._doomed_at is not None
+    heartbeat._doomed_at -= 31.0
+    assert overdue(device, 31.0) and not overdue(device, 29.0)
+    assert not overdue(host, 899.0) and overdue(host, 901.0)
+    assert not heartbeat._is_overdue()
     heartbeat._silence = 0.0  # nobody else will leave
     heartbeat.close()
-    assert found == [900.0, 30.0, 900.0]
+
+
+def raised(heartbeat: FirstOfTwo, error: Exception, shared: bool) -> tuple[Exception, bool]:
+    """What comes out of a guard in which the error is raised, and whether the other rank is told."""
+    with pytest.raises(Exception) as found, heartbeat.guard("reducing", "stage 0", shared=shared):
+        raise error
+    assert heartbeat._store is not None
+    return found.value, heartbeat._store.check(["failed"])
+
+
+def agreed(error: Exception) -> Exception:
+    """The error as `Ranks.agree` raises it."""
+    alone = Ranks(0, Mesh(1, 1, 1), torch.device("cpu"), {}, Axis(None, 0, (0,)))
+    with pytest.raises(type(error)) as found:
+        alone.agree(error)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("error", "shared", "breaks"),
+    [
+        (ValueError("of one rank"), False, True),
+        (ValueError("out of memory"), True, True),
+        (ConfigError("of one rank"), False, True),
+        (ConfigError("of all ranks"), True, False),
+        (agreed(ValueError("of all ranks")), True, False),
+        (agreed(ConfigError("of all ranks")), False, False),
+    ],
+)
+def test_what_the_others_are_told_breaks_the_program_and_nothing_else_does(
+    error: Exception, shared: bool, breaks: bool
+) -> None:
+    """What is told is never taken back: told of a program that goes on, it would break the others later."""
+    heartbeat = FirstOfTwo()
+    try:
+        with heartbeat.attempt():
+            assert raised(heartbeat, error, shared) == (error, False)
+        assert not heartbeat.broken
+        assert raised(heartbeat, error, shared) == (error, breaks)
+        assert heartbeat.broken == breaks
+    finally:
+        heartbeat._silence = 0.0  # nobody else will leave
+        heartbeat.close()
+
+
+def test_a_rank_that_lost_another_must_be_launched_again() -> None:
+    heartbeat = FirstOfTwo()
+    heartbeat.hear(1, "the loss, stage 1", 60.0)
+    lost, told = raised(heartbeat, dist.DistNetworkError("Connection reset by peer"), shared=True)
+    assert isinstance(lost, LaunchError) and "is in the loss, stage 1 for 60 s" in str(lost)
+    assert heartbeat.broken and not told
+    heartbeat._silence = 0.0  # nobody else will leave
+    heartbeat.close()
 
 
 def test_a_rank_is_named_whose_last_beat_is_seen_late() -> None:
