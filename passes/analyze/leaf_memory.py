@@ -1,13 +1,14 @@
 """What a neuron layer holds, found out by running it: its code is a framework's, and the versions differ.
 
 A copy runs on one sample, forward and backward, while the bytes of living tensors are counted; height and width shrink
-to 1, as a layer does the same for each of their places. It runs on the GPU where there is one, since frameworks have
-other code there. One that does not run so counts as keeping its input and its membrane before and after the spike.
+to 1, as a layer does the same for each of their places. It runs on a GPU where the network is on one or the process has
+begun to use one, since frameworks have other code there; compiling begins no use of CUDA, after which a process cannot
+be forked. A layer that does not run so counts as keeping its input and its membrane before and after the spike; a GPU
+that is full is an error, as other facts than those of the other ranks would give another plan.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
@@ -45,7 +46,7 @@ def leaf_memory(node: fx.Node, graph: SpikeGraph, known: Known) -> LeafMemory:
     shape = _small(value, graph.batch)
     key = (type(module), repr(module), tuple(_sizes(module)), shape, value.dtype)
     if key not in known:
-        known[key] = measured(module, torch.zeros(shape, dtype=value.dtype))
+        known[key] = measured(module, torch.zeros(shape, dtype=value.dtype, device=_device(graph)))
     return known[key]
 
 
@@ -60,11 +61,12 @@ def _small(value: Value, batch: int) -> tuple[int, ...]:
 
 
 def measured(module: nn.Module, x: Tensor) -> LeafMemory:
-    """What a copy of the layer holds on this input; that of most neurons where it does not run."""
-    device = _device()
-    tensors = {name: torch.zeros_like(value, device=device) for name, value in _tensors(module)}
+    """What a copy of the layer holds on this input, on its device; that of most neurons where it does not run."""
+    tensors = {name: torch.zeros_like(value, device=x.device) for name, value in _tensors(module)}
     try:
-        return _run(_without_hooks(frameworks.clone_leaf(module, tensors), module), x.to(device))
+        return _run(_without_hooks(frameworks.clone_leaf(module, tensors), module), x)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # the layer's own code, on an input that it was not made for
         return LeafMemory()
 
@@ -83,18 +85,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _device() -> torch.device:
-    """This rank's GPU, as launching chooses it; else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+def _device(graph: SpikeGraph) -> torch.device:
+    """The GPU that holds the network, else the one that the process uses, else the CPU."""
+    own = next((info.tensor.device for info in graph.tensors.values() if info.tensor.is_cuda), None)
+    if own is not None:
+        return own
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def _run(module: nn.Module, x: Tensor) -> LeafMemory:
     """Forward and backward of the layer."""
     counter = LiveBytes()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([]))
+        stack.enter_context(torch.random.fork_rng([x.device] if x.is_cuda else []))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(counter)
         given = x.requires_grad_().clone()

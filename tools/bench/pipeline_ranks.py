@@ -80,6 +80,9 @@ def _rank(rank: int, job: Job, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = torch.device(job.device, rank % torch.cuda.device_count()) if job.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.init()  # what neuron layers hold is found out there
     if job.device == "cuda" and torch.cuda.device_count() < job.pp:
         torch.distributed.init_process_group("gloo")  # NCCL wants a GPU for each rank
     x, y = KINDS[job.net].batch()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from snnpart import facts, frameworks
 from snnpart.facts import LeafMemory
+from snnpart.passes.analyze import leaf_memory
 from snnpart.passes.analyze.cost import AnalyzeCost
 from snnpart.passes.analyze.leaf_memory import measured
 from snnpart.trace import trace
@@ -77,6 +78,62 @@ def test_a_framework_neuron(reset: float | None) -> None:
     own.pop(x.untyped_storage().data_ptr(), None)
     last = 0 if reset is None else 2  # what the reset of the last step keeps, which goes with the state
     assert measured(layer, X).own == (sum(own.values()) - last * X[0].nbytes) / y.nbytes
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+
+def test_generators_stay_as_they_were() -> None:
+    before = torch.get_rng_state()
+    assert measured(Draws(), X) != LeafMemory() and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_generators_of_a_gpu_stay_as_they_were() -> None:
+    x = X.cuda()
+    before = torch.cuda.get_rng_state()
+    assert measured(Draws(), x) != LeafMemory() and torch.equal(torch.cuda.get_rng_state(), before)
+
+
+class Full(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_full_gpu_is_an_error() -> None:
+    """Other ranks would have other facts."""
+    with pytest.raises(torch.OutOfMemoryError):
+        measured(Full(), X)
+
+
+def neurons(device: str = "cpu") -> Any:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    return trace(nn.Sequential(nn.Linear(8, 8), neuron.LIFNode(step_mode="m")).to(device), (X,), in_dims=1, time_dims=0)
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_where_layers_run(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> None:
+    """A GPU that nothing uses stays unused."""
+    graph, found = neurons(), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(leaf_memory.torch, "zeros", lambda *_, device, **__: found.append(device))
+    monkeypatch.setattr(leaf_memory, "measured", lambda module, x: LeafMemory())
+    leaf_memory.put_leaf_memory(graph)
+    assert found == [torch.device("cuda", 3) if initialized else torch.device("cpu")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_layers_run_where_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, found = neurons("cuda"), list[str]()
+    monkeypatch.setattr(leaf_memory, "measured", lambda module, x: found.append(x.device.type) or LeafMemory())
+    leaf_memory.put_leaf_memory(graph)
+    assert found == ["cuda"]
 
 
 def test_alike_layers_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
