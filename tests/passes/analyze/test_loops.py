@@ -42,9 +42,7 @@ def frames(m: Any, x: Tensor) -> Tensor:
 
 def network(body: Any, steps: int) -> nn.Module:
     torch.manual_seed(0)
-    net = Wrap(body, all=nn.Linear(6, 6), fc=nn.Linear(6, 5), out=nn.Linear(5, 3))
-    net.steps = steps
-    return active(net)
+    return active(Wrap(body, steps=steps, all=nn.Linear(6, 6), fc=nn.Linear(6, 5), out=nn.Linear(5, 3)))
 
 
 def reads(found: loops.Loop) -> int:
