@@ -85,11 +85,15 @@ class Everywhere(nn.Module):
         return head
 
 
-def _cells() -> nn.Module:
-    """Two cells with one learned number, which the network registers; needs norse."""
+def _cells(*size: int) -> nn.Module:
+    """Two cells with one learned number (or one for each channel), which the network registers; needs norse."""
     from tests.frameworks.test_shared_numbers import Net
 
-    return Net("model")
+    return Net("model", size)
+
+
+def _currents() -> list[tuple[Tensor, Tensor]]:
+    return [(det(6, 4, 4, k=0.3 + 0.2 * i) * 3, det(4, 3, k=0.7)) for i in range(2)]
 
 
 def _tokens(step: int) -> tuple[Tensor, Tensor]:
@@ -109,12 +113,8 @@ TIED = {
         lambda: [(det(5, 6, k=0.3 + 0.2 * i) * 2, torch.arange(5) % 3) for i in range(2)],
         loss=F.cross_entropy,
     ),
-    "shared number": Case(
-        _cells,
-        lambda: [(det(6, 4, 4, k=0.3 + 0.2 * i) * 3, det(4, 3, k=0.7)) for i in range(2)],
-        batch_dim=1,
-        options={"in_dims": 1},
-    ),
+    "shared number": Case(_cells, _currents, batch_dim=1, options={"in_dims": 1}),
+    "shared numbers": Case(lambda: _cells(6), _currents, batch_dim=1, options={"in_dims": 1}),
     "shared conv": Case(
         lambda: fill(Shared(), scale=0.9),
         lambda: [(det(5, 3, 6, 6, k=0.3 + 0.2 * i) * 2, torch.arange(5) % 3) for i in range(2)],
