@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Net(nn.Module):
         return out * (self.tau / 400).square() if self.read else out  # type: ignore[operator,return-value]
 
 
-CASES = {
+CASES: dict[str, Callable[[], Net]] = {
     "n1.p.tau_mem_inv": Net,
     "taus.0": partial(Net, "tuple"),
     "tau": partial(Net, "model"),

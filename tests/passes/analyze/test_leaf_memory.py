@@ -131,7 +131,12 @@ def test_where_layers_run(monkeypatch: pytest.MonkeyPatch, initialized: bool) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_layers_run_where_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, found = neurons("cuda"), list[str]()
-    monkeypatch.setattr(leaf_memory, "measured", lambda module, x: found.append(x.device.type) or LeafMemory())
+
+    def noted(_: nn.Module, x: Tensor) -> LeafMemory:
+        found.append(x.device.type)
+        return LeafMemory()
+
+    monkeypatch.setattr(leaf_memory, "measured", noted)
     leaf_memory.put_leaf_memory(graph)
     assert found == ["cuda"]
 
