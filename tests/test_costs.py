@@ -97,6 +97,7 @@ def test_a_cpus_cache_is_its_largest(tmp_path: Path) -> None:
     assert costs._last_level_cache(5.0, tmp_path) == 36608 * 1024
 
 
+@pytest.mark.all
 def test_a_measurement_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = costs.measured_profile()

@@ -150,6 +150,7 @@ def test_snnpart_opt_runs_passes_on_text(graph: SpikeGraph, tmp_path: Path) -> N
     assert len(list((tmp_path / "dump").iterdir())) == 2
 
 
+@pytest.mark.all
 def test_snnpart_opt_makes_described_layers_again(tmp_path: Path) -> None:
     neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
     module = nn.Sequential(nn.Linear(4, 3), neuron.LIFNode(step_mode="m"))

@@ -84,6 +84,7 @@ def test_four_processes_and_one_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.all
 def test_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents on one host, each with one process: a pipeline over both."""
     program = save_digits(tmp_path / "p", pp=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -40,7 +42,16 @@ def reductions(name: str, execution: str, **topology: Any) -> list[str]:
             backward(roots, grads, last)
             log.append("end")
 
-        parallel.backward = watched  # type: ignore[method-assign]
+        in_pieces = parallel.in_pieces
+
+        @contextmanager
+        def watched_pieces() -> Iterator[None]:
+            log.append("backward")
+            with in_pieces():
+                yield
+            log.append("end")
+
+        parallel.backward, parallel.in_pieces = watched, watched_pieces  # type: ignore[method-assign]
         x, y = case.batches()[0]
         mine = dp_share(x, case.batch_dim, running.ranks), dp_share(y, case.target_dim, running.ranks)
         for _ in range(2):

@@ -129,6 +129,7 @@ def _run(job: str, arguments: dict[str, Any], rank: int, ranks: int, store: str,
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     torch.manual_seed(0)
+    dist.barrier()  # a rank that is through at once closes connections that others are still making
     try:
         return getattr(importlib.import_module(module), function)(**arguments)
     finally:

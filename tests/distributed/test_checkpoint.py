@@ -149,6 +149,7 @@ def test_chunks_that_do_not_tile_are_not_saved(pool: Pool, tmp_path: Path) -> No
     assert not folder.found(tmp_path)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("moment", [3, pytest.param(20, marks=pytest.mark.all)])
 def test_a_killed_writer_leaves_the_last_one_whole(pool: Pool, tmp_path: Path, moment: int) -> None:
     """kill -9 of either rank at random moments of writing; what was reported as saved loads."""

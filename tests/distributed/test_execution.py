@@ -86,7 +86,7 @@ def test_targets_that_do_not_count(pool: Pool, how: dict[str, Any]) -> None:
         assert got == pytest.approx(want, abs=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.all)])
 @pytest.mark.parametrize("how", [{"tp": 2}, {"pp": 2, "microbatches": 2}, {"dp": "fsdp2"}])
 def test_autocast_on_ranks(pool: Pool, precision: str, how: dict[str, Any]) -> None:
     """Eager and static steps are the same; what crosses the cut has the dtype that one process computes in."""

@@ -128,7 +128,7 @@ def test_other_executions_are_eager_steps(pool: Pool, how: dict[str, Any], execu
         assert_same(got["state"], want["state"])
 
 
-@pytest.mark.parametrize("how", [KEPT, AGAIN], ids=["kept", "again"])
+@pytest.mark.parametrize("how", [pytest.param(KEPT, marks=pytest.mark.all), AGAIN], ids=["kept", "again"])
 def test_inputs_that_are_kept_as_bits(pool: Pool, how: dict[str, Any]) -> None:
     """Convolutions that pack what they keep need their weights in backward too."""
     job = {"ranks": 2, "precision": "fp32", "saved": "packed"}
@@ -139,6 +139,7 @@ def test_inputs_that_are_kept_as_bits(pool: Pool, how: dict[str, Any]) -> None:
         assert_same(got["gradients"], want["gradients"], 1e-5)
 
 
+@pytest.mark.all
 def test_what_autocast_rounds_is_gathered_rounded(pool: Pool) -> None:
     """Losses, gradients over two microbatches and outputs are those of DDP; weights of convolutions take half."""
     job = {"ranks": 2, "precision": "bf16", "microbatches": 2}

@@ -112,7 +112,7 @@ def test_gradients_add_up_over_steps(pool: Pool) -> None:
     ],
     ids=name_of,
 )
-@pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
+@pytest.mark.parametrize("execution", [pytest.param("eager", marks=pytest.mark.all), "cuda_graph"])
 def test_copies_stay_equal_to_the_bit(pool: Pool, how: dict[str, Any], execution: str) -> None:
     """Parameters and momentum after four steps, eager and static; losses and state are one process's, and
     so is what comes of shorter sequences, for which the same plan is compiled."""
@@ -201,6 +201,7 @@ def test_buffers_that_nothing_writes_have_copies_and_may_not_be_written_later(po
         assert "LaunchError" in result["error"] and "['seen'] lie elsewhere in the new graph" in result["error"]
 
 
+@pytest.mark.all
 def test_a_rank_that_does_not_come_to_the_exchange_is_named(pool: Pool) -> None:
     with pytest.raises(JobFailed) as failed:
         pool.run(JOBS + "late_to_the_exchange", ranks=2)

@@ -113,7 +113,7 @@ def test_ranks_pass_the_gate(how: dict[str, Any]) -> None:
 
 def test_a_cell_stays_whole_whose_number_forward_reads_too() -> None:
     program = parallelize(Net("model", read=True), example_inputs=example(), in_dims=1, tp=2)
-    assert "forward also reads 'tau', which learns, outside the layer" in str(program.report())
+    assert "forward also reads 'tau', which learns, outside the layer" in program.report().text(width=300)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -51,6 +51,7 @@ def test_the_plot_is_made_from_the_table(bench: ModuleType, tmp_path: Path) -> N
     assert bench.plot(path) == path.with_suffix(".svg") and "<svg" in path.with_suffix(".svg").read_text()
 
 
+@pytest.mark.all
 @pytest.mark.timeout(200)
 def test_quick_form_runs(tmp_path: Path) -> None:
     pytest.importorskip("spikingjelly")

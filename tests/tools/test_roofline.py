@@ -19,6 +19,7 @@ from tools.bench.rows import COLUMNS, read, replaced, row, write
 ASKED = replace(bench.QUICK, batch=256, precision="bf16")
 
 
+@pytest.mark.all
 def test_the_short_form_measures_a_step_and_its_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

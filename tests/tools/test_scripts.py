@@ -90,6 +90,7 @@ def torchrun(*command: str, folder: Path, paths: tuple[Path, ...]) -> tuple[int,
         pytest.fail(f"too slow: {process.communicate(timeout=60)[0]}")
 
 
+@pytest.mark.all
 @pytest.mark.timeout(900)
 def test_the_quickstart_trains_and_equals_one_process(tmp_path: Path) -> None:
     pytest.importorskip("snntorch")

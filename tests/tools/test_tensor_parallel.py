@@ -26,6 +26,7 @@ def bench() -> Any:
     return module
 
 
+@pytest.mark.all
 def test_both_sides_are_counted(bench: Any) -> None:
     """On images this small the class scores, which both send, weigh most; the full size meets the goals."""
     (point, tp), *_ = bench.points(quick=True)

@@ -72,6 +72,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.all
 def test_ranks_of_a_launcher_are_ended_with_it(tmp_path: Path) -> None:
     """torchrun starts its ranks in sessions of their own."""
     script = tmp_path / "rank.py"

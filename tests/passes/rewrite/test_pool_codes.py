@@ -108,7 +108,7 @@ def test_gradients_are_the_module_s(options: dict[str, Any]) -> None:
     assert by_codes(program) and report is not None and report.unverified == {}
 
 
-@pytest.mark.parametrize("execution", ["eager", "compile"])
+@pytest.mark.parametrize("execution", ["eager", pytest.param("compile", marks=pytest.mark.all)])
 def test_a_train_step_is_that_of_the_plain_program(execution: str) -> None:
     y = torch.tensor([1, 3])
     loss = lambda out, wanted: F.cross_entropy(out.mean(0), wanted)

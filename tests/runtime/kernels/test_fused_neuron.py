@@ -53,6 +53,7 @@ def test_so_do_those_of_every_other_neuron(name: str, channels_last: bool) -> No
     check(reports("long")[name, channels_last])
 
 
+@pytest.mark.all
 def test_two_ranks_share_statistics_in_kernels_as_without() -> None:
     """Uneven ranks; the statistics and their gradients are sums over both."""
     found = lines_of("shared")
