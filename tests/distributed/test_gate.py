@@ -13,7 +13,7 @@ JOBS = "tests.distributed.jobs_gate:"
     ("name", "options", "ranks"),
     [
         ("unet", {"tp": 2, "pp": 2, "dp": "ddp"}, 4),
-        ("unet", {"tp": 1, "pp": 2, "dp": "ddp"}, 4),
+        pytest.param("unet", {"tp": 1, "pp": 2, "dp": "ddp"}, 4, marks=pytest.mark.all),
         ("unet", {"tp": 2, "pp": 1, "dp": "fsdp2"}, 4),
         ("unet", {"tp": 2, "pp": 2, "dp": "ddp", "single": True}, 4),
         ("recurrent", {"tp": 2, "pp": 1, "dp": "ddp"}, 4),

@@ -107,7 +107,7 @@ def test_gradients_add_up_over_steps(pool: Pool) -> None:
     [
         DEEP,
         {"ranks": 4, "pp": 2, "microbatches": 2},
-        {"ranks": 4, "pp": 2, "dp": "fsdp2", "microbatches": 2},
+        pytest.param({"ranks": 4, "pp": 2, "dp": "fsdp2", "microbatches": 2}, marks=pytest.mark.all),
         {"ranks": 4, "pp": 2, "tp": 2, "microbatches": 2, "schedule": "zbv"},
     ],
     ids=name_of,
@@ -156,7 +156,7 @@ def test_a_loss_that_reaches_one_copy(pool: Pool, order: tuple[str, ...]) -> Non
         (PP, MIXED_FSDP, "adam"),
         pytest.param(MIXED, ONE, "adamw", marks=pytest.mark.all),
         pytest.param(ONE, PP, "sgd", marks=pytest.mark.all),
-        ({"ranks": 4, "pp": 2, "dp": "fsdp2"}, PP, "adam"),
+        pytest.param({"ranks": 4, "pp": 2, "dp": "fsdp2"}, PP, "adam", marks=pytest.mark.all),
     ],
 )
 def test_a_checkpoint_holds_it_once(

@@ -202,7 +202,11 @@ def test_nan_loss_ends_the_run_and_is_never_saved(pool: Pool, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("precision", "topology"),
-    [("bf16", {"ranks": 4, "tp": 2, "pp": 2}), ("fp16", {"ranks": 2, "dp": "fsdp2"}), ("fp16", {"ranks": 2, "pp": 2})],
+    [
+        ("bf16", {"ranks": 4, "tp": 2, "pp": 2}),
+        ("fp16", {"ranks": 2, "dp": "fsdp2"}),
+        pytest.param("fp16", {"ranks": 2, "pp": 2}, marks=pytest.mark.all),
+    ],
 )
 def test_precision(pool: Pool, tmp_path: Path, precision: str, topology: dict[str, Any]) -> None:
     """Autocast and the loss scale on every topology: the digits are learned, and a resumed run keeps the scale."""

@@ -128,7 +128,8 @@ def test_truncated_windows(pool: Pool, net: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("net", "how"),
     [
-        ("plain", "dp"), ("plain", "tp"), ("plain", "pp"), ("plain", "grid"), ("deep", "interleaved"), ("deep", "zbv"),
+        ("plain", "dp"), ("plain", "tp"), ("plain", "pp"), ("plain", "grid"),
+        pytest.param("deep", "interleaved", marks=pytest.mark.all), ("deep", "zbv"),
         ("layers", "pp"), ("layers", "dp"), ("hidden", "tp"),
     ],
 )  # fmt: skip

@@ -55,7 +55,9 @@ assert all_reads() == before, (before, all_reads())
 """
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "choice", ["for all", *(pytest.param(c, marks=pytest.mark.all) for c in CHOICES if c != "for all")]
+)
 def test_afterwards_all_is_as_the_user_has_it(choice: str) -> None:
     """In a process of its own: what torch has by itself cannot be set again."""
     done = subprocess.run([sys.executable, "-c", CHECK.format(choice=CHOICES[choice])], capture_output=True, text=True)

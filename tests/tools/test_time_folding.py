@@ -58,6 +58,7 @@ def test_rows_of_other_machines_stay(bench: ModuleType, tmp_path: Path, monkeypa
     assert "<svg" in bench.plot(path).read_text()
 
 
+@pytest.mark.all
 @pytest.mark.timeout(200)
 def test_quick_form_runs(tmp_path: Path) -> None:
     for package in ("spikingjelly", "snntorch", "norse"):

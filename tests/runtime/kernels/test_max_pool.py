@@ -41,6 +41,7 @@ def test_in_half_precision_sums_are_rounded_once(pooling: Pooling, dtype: torch.
         assert wide.grad is not None and torch.equal(gradient, wide.grad.to(dtype))
 
 
+@pytest.mark.all
 def test_kernels_give_what_torch_gives() -> None:
     """Triton is told to interpret before it is imported: in a process of its own."""
     pytest.importorskip("triton")
