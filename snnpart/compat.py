@@ -30,6 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = ["BatchNormBase", "FakeTensor", "FakeTensorMode", "InstanceNormBase", "TorchDispatchMode"]
 
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module that hold its hooks."""
+
 WEIGHT_NORM = torch._weight_norm
 """The operation of torch's weight normalisation: `WEIGHT_NORM(v, g, dim)`."""
 

@@ -26,9 +26,12 @@ def needs_whole(tensor: Tensor) -> bool:
 
 
 def carry(old: Tensor, new: Tensor, dim: int | None = None, pieces: Pieces = ()) -> None:
-    """Have the gradient of a copy go through the hooks of the original; with `dim` it is a copy of these `pieces`."""
+    """Have the gradient of a copy go through the hooks of the original, once; with `dim` it is a copy of these
+    `pieces`."""
+    there = compat.gradient_hooks(new)
     for hook in compat.gradient_hooks(old) if new.requires_grad else ():
-        new.register_hook(hook if dim is None else _on_slice(hook, tuple(old.shape), dim, pieces))
+        if hook not in there:
+            new.register_hook(hook if dim is None else _on_slice(hook, tuple(old.shape), dim, pieces))
 
 
 def _on_slice(hook: Hook, shape: tuple[int, ...], dim: int, pieces: Pieces) -> Hook:

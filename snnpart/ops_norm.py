@@ -24,7 +24,7 @@ from snnpart.ops import select_pieces
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics of a value are taken."""
+    """The dtype in which sums and statistics of a value are taken."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snnpart.ops_norm import wide
+
 LARGEST = 64
 """Places of a window, and of a stride by stride tile: a kernel has them all in its text."""
 
@@ -96,9 +98,8 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (codes,) = ctx.saved_tensors
         places = ctx.window.places(codes, ctx.shape[3])
-        wide = torch.promote_types(dy.dtype, torch.float32)
-        dx = dy.new_zeros(*ctx.shape[:2], ctx.shape[2] * ctx.shape[3], dtype=wide)
-        dx.scatter_add_(2, places.flatten(2), dy.flatten(2).to(wide))
+        dx = dy.new_zeros(*ctx.shape[:2], ctx.shape[2] * ctx.shape[3], dtype=wide(dy.dtype))
+        dx.scatter_add_(2, places.flatten(2), dy.flatten(2).to(dx.dtype))
         return dx.view(ctx.shape).to(dy.dtype), None
 
 

@@ -184,12 +184,12 @@ class CompiledProgram:
 
     def footprint_of(self, program: StageProgram, dp: int = 2) -> Footprint:
         """What a rank holds of one stage; `dp` as in `footprint`."""
+        if self.plan.dp != "fsdp2":
+            return program.footprint
         sizes: dict[int, int] = {}
         for part in program.tensors:
             if part.unit is not None:
                 sizes[part.unit] = sizes.get(part.unit, 0) + part.bytes
-        if self.plan.dp != "fsdp2":
-            return program.footprint
         units = [size for _, size in sorted(sizes.items())]
         return in_shards(program.footprint, units, dp, self.plan.reshard, self.plan.microbatches)
 

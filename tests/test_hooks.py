@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from snnpart import artifact, hooks, parallelize, simulate
 from snnpart.errors import CheckpointError, PlanError
+from snnpart.frameworks import reset_state
 from snnpart.passes.decide import table
 from snnpart.program import CompiledProgram
 from tests.lowering import assert_gradients, near
@@ -82,6 +83,36 @@ def test_a_placement_that_overlooked_a_hook_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(table, "_hooked", lambda node, found, ask: found)
     with pytest.raises(PlanError, match=rf"'a.weight' {WHOLE}; a tp rank has a part of it(.|\n)*" + KEEP):
         parallelize(hooked("a.weight"), tp=2, example_inputs=data(5, 4) * 2, shard={"a": "column"})
+
+
+class Tied(nn.Module):
+    """The network's own name for the number that a neuron layer learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from spikingjelly.activation_based import neuron
+
+        self.a, self.n = nn.Linear(4, 6), neuron.ParametricLIFNode(v_threshold=0.2, step_mode="m")
+        self.b, self.w = nn.Linear(6, 3), self.n.w
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.n(self.a(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", [{}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_a_number_that_layer_and_network_name_goes_through_its_hook_once(how: dict[str, Any]) -> None:
+    pytest.importorskip("spikingjelly")
+    net = fill(Tied())
+    net.w.register_hook(lambda gradient: 3 * gradient)  # type: ignore[union-attr, operator]
+    program = parallelize(net, example_inputs=data(5, 2, 4), input_layout="TNC", **how)
+    with parallelize(net, example_inputs=data(5, 2, 4), input_layout="TNC").launch() as running:
+        running.train_step(data(5, 2, 4), torch.zeros(2), lambda out, _: out.square().sum())
+        found = running.gradients()["w"]
+    reset_state(net)
+    net(data(5, 2, 4)).square().sum().backward()
+    assert program.compiled.source.tensors["w"].aliases == ("n.w",)
+    assert net.w.grad is not None and float(net.w.grad) != 0
+    torch.testing.assert_close(found, net.w.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_layer_of_a_framework_whose_own_number_has_a_hook_stays_whole() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import facts, frameworks
+from snnpart.compat import MODULE_HOOKS
 from snnpart.facts import LeafMemory, Value
 from snnpart.graph import SpikeGraph
 from snnpart.live_bytes import LiveBytes
@@ -25,7 +26,6 @@ from snnpart.ops_time import Loop
 from snnpart.passes.analyze.kinds import value_of
 
 Known = dict[Hashable, LeafMemory]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def put_leaf_memory(graph: SpikeGraph) -> None:
@@ -75,7 +75,7 @@ def _without_hooks(copy: nn.Module, module: nn.Module) -> nn.Module:
     """The copy without the user's hooks, which would count a call that is none."""
     for name, old in module.named_modules():
         new = vars(copy.get_submodule(name))
-        for slot in _HOOKS:
+        for slot in MODULE_HOOKS:
             new[slot] = OrderedDict((key, hook) for key, hook in new[slot].items() if key not in vars(old)[slot])
     return copy
 

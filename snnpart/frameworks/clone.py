@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from snnpart.compat import gradient_hooks
 from snnpart.frameworks.registry import adapter_for
 
 TORCH_SLOTS = frozenset(vars(nn.Module()))
@@ -88,11 +89,14 @@ def _copy_attributes(
 
 
 def _parameter(old: nn.Parameter, value: Tensor, twins: Mapping[int, nn.Module]) -> nn.Parameter:
-    """The copy's parameter, with the hooks that rewrite the old parameter's gradient."""
+    """The copy's parameter, with the hooks that rewrite the old parameter's gradient, each once: another holder of the
+    parameter may have brought them."""
     new = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=old.requires_grad)
     if new is not old and new.requires_grad:
-        for hook in (old._backward_hooks or {}).values():
-            new.register_hook(_rebind(hook, twins))
+        there = gradient_hooks(new)
+        for hook in gradient_hooks(old):
+            if hook not in there:
+                new.register_hook(_rebind(hook, twins))
     return new
 
 

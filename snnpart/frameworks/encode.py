@@ -29,13 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snnpart.compat import gradient_hooks
+from snnpart.compat import MODULE_HOOKS, gradient_hooks
 from snnpart.errors import CheckpointError
 from snnpart.frameworks.clone import TORCH_SLOTS, Refresh
 from snnpart.frameworks.registry import adapter_for
 
 SMALL = 64
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def encode_leaf(module: nn.Module) -> dict[str, Any]:
@@ -82,7 +81,7 @@ class _Where:
 def _module(module: nn.Module, where: _Where) -> dict[str, Any]:
     if isinstance(module, torch.jit.ScriptModule):
         raise where.refuse("is a ScriptModule, which has no class that can be imported")
-    for slot in _HOOKS:
+    for slot in MODULE_HOOKS:
         if any(not isinstance(hook, Refresh) for hook in vars(module)[slot].values()):
             raise where.refuse(f"has hooks ({slot.strip('_')}), which a saved program cannot hold")
     # what `hold_tensors` adds to a copy is left out here and added again on reading

@@ -2,10 +2,10 @@
 
     observe   runs the module, and the traced graph, on copies, and keeps what they computed
     compare   two observations: outputs, every gradient, every buffer
-    rounding  in which precision
     locate    the first node whose value differs, for the message
     check     check_trace and check_program
     launched  check_running: the launched program on its real ranks, against the simulation of them
+    rounding  the precision in which that is done on a GPU
 
 Both sides start from the same state and the same random numbers, and the same random cotangent goes into backward. The
 cost is one forward and backward of the module and one of the graph. A layer that is silent (or always on) in the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -98,28 +98,29 @@ def body_of(program: CompiledProgram) -> Body:
     return Body(own, {path: frameworks.clone_leaf(i.module, {}) for path, i in stage.leaves.items()})
 
 
-@pytest.mark.parametrize(("make", "entries"), [(Images, 1), (Twice, 2)])
-def test_layouts_change_where_the_graph_says_and_nowhere_else(make: type[Images], entries: int) -> None:
-    program = compiled(make())
+Watch = TypeVar("Watch", bound=TorchDispatchMode)
+
+
+def run_watched(model: nn.Module, watch: Watch, entries: int) -> Watch:
+    """Train forward once under the watch; the graph has as many conversions as there are entries."""
+    program = compiled(model)
     graph = program.stages[0, 0].graph
     assert len(conversions(graph)) == entries
     body = body_of(program)
     body.training = True
-    with LayoutChanges() as changes:
+    with watch:
         body.bind(graph)(torch.rand(2, 3, 12, 12))
-    assert len(changes.found) == entries
+    return watch
+
+
+@pytest.mark.parametrize(("make", "entries"), [(Images, 1), (Twice, 2)])
+def test_layouts_change_where_the_graph_says_and_nowhere_else(make: type[Images], entries: int) -> None:
+    assert len(run_watched(make(), LayoutChanges(), entries).found) == entries
 
 
 @pytest.mark.parametrize(("make", "entries"), [(Sequences, 1), (Mixed, 2)])
 def test_sequences_lie_as_images_do(make: type[Sequences], entries: int) -> None:
-    program = compiled(make())
-    graph = program.stages[0, 0].graph
-    assert len(conversions(graph)) == entries
-    body = body_of(program)
-    body.training = True
-    with ConvolutionInputs() as convolutions:
-        body.bind(graph)(torch.rand(2, 3, 12, 12))
-    assert convolutions.found == [(4, True)] * 4
+    assert run_watched(make(), ConvolutionInputs(), entries).found == [(4, True)] * 4
 
 
 @pytest.mark.parametrize("dp", ["ddp", "fsdp2"])
