@@ -20,7 +20,7 @@ The tensors and leaves are the user's own objects, only read. Who runs the graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -186,18 +186,29 @@ class SpikeGraph:
         What is tied so must be cut alike and stay on one stage.
         """
         tied: dict[str, str] = {}
+        order = {path: place for place, path in enumerate(self.leaves)}
         for name, info in self.tensors.items():
-            holders = [path for path in self.leaves for n in info.names if n.startswith(f"{path}.")]
+            holders = sorted((path for path, _ in self._holders(info)), key=order.__getitem__)
             if holders:
                 first = tied.get(holders[0], holders[0])
                 tied |= dict.fromkeys((name, *holders[1:]), first)
         return tied
 
-    def inside(self, leaf: str) -> dict[str, str]:
-        """The tensors that a leaf holds, by name, and how each is called in the leaf."""
-        prefix = f"{leaf}."
-        own = {name: next((n for n in info.names if n.startswith(prefix)), "") for name, info in self.tensors.items()}
-        return {name: found.removeprefix(prefix) for name, found in own.items() if found}
+    def in_leaves(self) -> dict[str, dict[str, str]]:
+        """By leaf that holds tensors: their names, and how each is called in the leaf."""
+        found: dict[str, dict[str, str]] = {}
+        for name, info in self.tensors.items():
+            for leaf, own in self._holders(info):
+                found.setdefault(leaf, {}).setdefault(name, own)
+        return found
+
+    def _holders(self, info: TensorInfo) -> Iterator[tuple[str, str]]:
+        """The leaves that a tensor's names lie in, and the rest of each name."""
+        for name in info.names:
+            parts = name.split(".")
+            for at in range(1, len(parts)):
+                if (leaf := ".".join(parts[:at])) in self.leaves:
+                    yield leaf, ".".join(parts[at:])
 
     def copy(self) -> SpikeGraph:
         """The same network with a graph of its own; tensors and leaves are shared."""

@@ -132,11 +132,12 @@ def _share(variable: int, spread: Spread) -> Slicing:
 def _tensors(graph: SpikeGraph, reading: _Reading) -> Iterator[tuple[float, Slicing]]:
     """Bytes of each tensor with its copies, and when a rank has a slice of it: when all its readers want one."""
     readers: dict[str, list[Slicing]] = defaultdict(list)
+    in_leaves = graph.in_leaves()
     for node in graph.graph.nodes:
         if is_tensor_read(node):
             readers[str(node.target)] += [reading.of(user, user.all_input_nodes.index(node)) for user in node.users]
         for path in leaf_paths(node):
-            for name, sliced in _leaf_tensors(graph, path):
+            for name, sliced in _leaf_tensors(graph, path, in_leaves.get(path, {})):
                 readers[name].append(reading.result(node) if sliced else {})
     for name, info in graph.tensors.items():
         yield held_bytes(info), _all(readers[name], reading.build)
@@ -148,10 +149,10 @@ def held_bytes(info: TensorInfo) -> float:
     return float(copies * info.tensor.numel() * info.tensor.element_size())
 
 
-def _leaf_tensors(graph: SpikeGraph, path: str) -> Iterator[tuple[str, bool]]:
-    """The tensors of a leaf, and whether they are cut with its channels."""
+def _leaf_tensors(graph: SpikeGraph, path: str, inside: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    """The tensors inside a leaf, and whether they are cut with its channels."""
     dims = adapter_for(graph.leaves[path].module).channel_tensors(graph.leaves[path].module) or {}
-    for name, own in graph.inside(path).items():
+    for name, own in inside.items():
         tensor, dim = graph.tensors[name].tensor, dims.get(own)
         yield name, dim is not None and tensor.dim() > dim and tensor.shape[dim] > 1
 

@@ -126,7 +126,8 @@ class Places:
         for node in filter(is_tensor_read, self.at):
             read.setdefault(str(node.target), set()).add(self.at[node])
         leaf = {path: place for node, place in self.at.items() for path in leaf_paths(node)}
-        own = {name: {place} for path, place in leaf.items() for name in self.graph.inside(path)}
+        inside = self.graph.in_leaves()
+        own = {name: {place} for path, place in leaf.items() for name in inside.get(path, ())}
         known = {**own, **read}
         unread = (name for name in self.graph.tensors if name not in known)
         return {**known, **{name: {_nearest(name, known)} for name in unread}}

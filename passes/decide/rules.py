@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import gcd, lcm
 from typing import Any
 
@@ -62,6 +63,7 @@ from torch import fx
 from snnpart import facts
 from snnpart.facts import Pieces, Replicated, Sharded, Spread, Value, Values
 from snnpart.graph import SpikeGraph
+from snnpart.hooks import needs_whole
 
 R = Replicated()
 
@@ -130,6 +132,11 @@ class Ask:
     tp: int
     lanes: Mapping[fx.Node, Sharded | None]
     deals: Mapping[fx.Node, Deal] = field(default_factory=dict)
+
+    @cached_property
+    def hooked(self) -> frozenset[str]:
+        """Tensors with a gradient hook that must see the whole gradient."""
+        return frozenset(name for name, info in self.graph.tensors.items() if needs_whole(info.tensor))
 
     def lane(self, node: Any) -> Sharded | None:
         return self.lanes.get(node) if isinstance(node, fx.Node) else None

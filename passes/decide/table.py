@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from snnpart import hooks, ops
+from snnpart import ops
 from snnpart.compat import WEIGHT_NORM
 from snnpart.effects import DRAWN
 from snnpart.facts import Sharded
-from snnpart.graph import SpikeGraph, TensorInfo
 from snnpart.ops_time import TIME_OPS, Loop
 from snnpart.passes.decide import rules_local, rules_matrix, rules_norm, rules_shape
 from snnpart.passes.decide.parts import is_bundle
@@ -139,21 +138,20 @@ def follow(node: fx.Node, ask: Ask) -> Row:
 
 def _hooked(node: fx.Node, found: Row, ask: Ask) -> Row:
     """The row, if no tensor of which a rank has a part of the gradient has a hook that expects the whole."""
-    for info in _in_parts(node, found, ask.graph):
-        if hooks.needs_whole(info.tensor):
-            raise Declined(f"'{info.name}' has a gradient hook, which expects the whole gradient")
+    for name in _in_parts(node, found, ask) if ask.hooked else ():
+        raise Declined(f"'{name}' has a gradient hook, which expects the whole gradient")
     return found
 
 
-def _in_parts(node: fx.Node, found: Row, graph: SpikeGraph) -> Iterator[TensorInfo]:
-    """Tensors of which a rank has a part of the gradient: all of a leaf's, which sees its own channels only."""
+def _in_parts(node: fx.Node, found: Row, ask: Ask) -> Iterator[str]:
+    """Hooked tensors of which a rank has a part of the gradient: all of a leaf's, which sees its own channels only."""
     for index, (source, spread) in enumerate(zip(node.all_input_nodes, found.inputs, strict=True)):
-        if source.op == "get_attr" and (isinstance(spread, Sharded) or index in found.partial):
-            info = graph.tensors.get(str(source.target))
-            yield from () if info is None else (info,)
+        if source.op == "get_attr" and source.target in ask.hooked:
+            yield from (str(source.target),) if isinstance(spread, Sharded) or index in found.partial else ()
     if node.op == "call_module":
         own = f"{node.target}."
-        yield from (t for t in graph.tensors.values() if any(n.startswith(own) for n in (t.name, *t.aliases)))
+        names = {name: ask.graph.tensors[name].names for name in ask.hooked}
+        yield from (name for name, known in names.items() if any(n.startswith(own) for n in known))
 
 
 _MATRIX_RULES: Mapping[str, Rule] = {

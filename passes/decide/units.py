@@ -20,7 +20,7 @@ Why not a unit for each block always: below some megabytes a collective takes it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -188,12 +188,13 @@ def atoms_by_stage(graph: SpikeGraph, tp: int) -> dict[int, list[Atom]]:
     """The chain of each stage that has parameters to shard."""
     chains: dict[int, _Chain] = {}
     seen: set[str] = set()
+    in_leaves = graph.in_leaves()
     for node in graph.graph.nodes:
         stage = facts.get(node, Stage)
         if stage is None or node.op in ("placeholder", "get_attr", "output"):
             continue
         chain = chains.setdefault(stage.index, _Chain(tp))
-        for name in _read_by(node, graph):
+        for name in _read_by(node, graph, in_leaves):
             if name not in seen:
                 seen.add(name)
                 chain.take(graph.tensors[name], facts.get(node, Block))
@@ -227,9 +228,9 @@ class _Chain:
             self._now.backward_us += share.backward_us
 
 
-def _read_by(node: fx.Node, graph: SpikeGraph) -> list[str]:
+def _read_by(node: fx.Node, graph: SpikeGraph, in_leaves: Mapping[str, Iterable[str]]) -> list[str]:
     """The parameters that learn and that a node reads itself or through its layers."""
     names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-    names += [name for path in leaf_paths(node) for name in graph.inside(path)]
+    names += [name for path in leaf_paths(node) for name in in_leaves.get(path, ())]
     infos = [graph.tensors[name] for name in names if name in graph.tensors]
     return [info.name for info in infos if info.used and info.tensor.requires_grad and info.tensor.dim()]

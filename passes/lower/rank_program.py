@@ -69,7 +69,8 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
 def _tensors_of_stages(graph: SpikeGraph, plan: Plan, cuts: tuple[StageGraph, ...]) -> list[list[str]]:
     """Names of the tensors of each stage, in the order of the user's module."""
     reads = [frozenset(cut.tensors) for cut in cuts]
-    inside = {name: stage for stage, cut in enumerate(cuts) for path in cut.leaves for name in graph.inside(path)}
+    held = graph.in_leaves()
+    inside = {name: stage for stage, cut in enumerate(cuts) for path in cut.leaves for name in held.get(path, ())}
     found: list[list[str]] = [[] for _ in cuts]
     for name in graph.tensors:
         unread = inside[name] if name in inside else lookup(plan.stages, name) or 0

@@ -17,6 +17,7 @@ Numerics: sums over channels are ordered otherwise, so the tier is `reassociates
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -115,6 +116,7 @@ class LocalTensor:
 def local_tensors(graph: SpikeGraph) -> dict[str, LocalTensor]:
     """Tensors that are not simply whole on every rank, by name."""
     found: dict[str, LocalTensor] = {}
+    in_leaves = graph.in_leaves()
     for node in graph.graph.nodes:
         placement = facts.get(node, Placement)
         if placement is None or not isinstance(placement.output, Sharded):
@@ -122,17 +124,17 @@ def local_tensors(graph: SpikeGraph) -> dict[str, LocalTensor]:
         if node.op == "get_attr":
             found[str(node.target)] = LocalTensor(placement.output)
         for path in leaf_paths(node):
-            found.update(_leaf_tensors(graph, path, placement.output))
+            found.update(_leaf_tensors(graph, path, in_leaves.get(path, {}), placement.output))
     return found
 
 
-def _leaf_tensors(graph: SpikeGraph, path: str, spread: Sharded) -> dict[str, LocalTensor]:
-    """Tensors inside a sharded layer: those per channel are sliced, the gradient of the others is a sum over ranks."""
+def _leaf_tensors(graph: SpikeGraph, path: str, inside: Mapping[str, str], spread: Sharded) -> dict[str, LocalTensor]:
+    """Tensors `inside` a sharded layer: those per channel are sliced, gradients of others are sums over ranks."""
     module = graph.leaves[path].module
     dims = adapter_for(module).channel_tensors(module) or {}
     channels = sum(spread.size(rank) for rank in range(len(spread.pieces)))
     found: dict[str, LocalTensor] = {}
-    for name, own in graph.inside(path).items():
+    for name, own in inside.items():
         tensor, dim = graph.tensors[name].tensor, dims.get(own)
         sliced = dim is not None and tensor.dim() > dim and tensor.shape[dim] == channels
         found[name] = (
