@@ -111,7 +111,8 @@ def test_a_full_gpu_is_an_error() -> None:
 
 def neurons(device: str = "cpu") -> Any:
     neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
-    return trace(nn.Sequential(nn.Linear(8, 8), neuron.LIFNode(step_mode="m")).to(device), (X,), in_dims=1, time_dims=0)
+    net = nn.Sequential(nn.Linear(8, 8), neuron.LIFNode(step_mode="m")).to(device)
+    return trace(net, (X.to(device),), in_dims=1, time_dims=0)
 
 
 @pytest.mark.parametrize("initialized", [False, True])
