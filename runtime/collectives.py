@@ -8,8 +8,9 @@ instead, half as many bytes, and add them up; for a GPU's tensors it is an all-r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,10 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from snnpart import compat
 from snnpart.bits import States
 from snnpart.facts import Pieces
 from snnpart.ops import select_pieces
-from snnpart.runtime.kernels.bits import pack, unpack
+from snnpart.ops_later import compute_put_off
+from snnpart.runtime.kernels.bits import pack, unpack, unpack_into
+
+Work = Callable[[], None]
+
+
+def nothing() -> None:
+    """What is done meanwhile, if nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +56,57 @@ def over_nccl(axis: Axis, device: torch.device) -> bool:
     return device.type == "cuda" and axis.group is not None and "nccl" in str(dist.get_backend_config(axis.group))
 
 
-def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """A new tensor, in x's layout: the sum of x over the ranks of the axis. Not differentiable.
+class _Order:
+    """A value in the order in which it travels, which all ranks must agree on: its dims as they stand, or with the dim
+    `last` behind the others. It is seen as [outer, size, inner], where `size` is that of the dim `dim`: a rank's piece
+    of it is one run of numbers in each of `outer`."""
 
-    A gradient may lie otherwise on another rank, and a sum is one of memory: it is made of contiguous values.
+    def __init__(self, shape: Sequence[int], dim: int, last: int | None) -> None:
+        self._order = [i for i in range(len(shape)) if i != last] + ([] if last is None else [last])
+        self._at = self._order.index(dim)
+        self._shape = [shape[i] for i in self._order]
+        self.outer, self.inner = prod(self._shape[: self._at]), prod(self._shape[self._at + 1 :])
+
+    def runs(self, x: Tensor) -> Tensor:
+        """x as contiguous [outer, size, inner], a view where it lies so."""
+        ordered = x.permute(self._order)
+        return ordered.contiguous().view(self.outer, ordered.shape[self._at], self.inner)
+
+    def new(self, like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """An empty value of so many in `dim`, and its memory as [outer, size, inner]. It is no view of the latter:
+        what an autograd function gives back may then be changed in place."""
+        shape = [*self._shape[: self._at], size, *self._shape[self._at + 1 :]]
+        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        back = [self._order.index(i) for i in range(len(shape))]
+        made = torch.empty_strided(
+            [shape[i] for i in back], [strides[i] for i in back], dtype=like.dtype, device=like.device
+        )
+        return made, made.permute(self._order).view(self.outer, size, self.inner)
+
+
+def _sizes(pieces: Sequence[Pieces]) -> list[int]:
+    return [sum(stop - start for start, stop in held) for held in pieces]
+
+
+def sum_over(x: Tensor, axis: Axis, last: int | None = None, meanwhile: Work = nothing) -> Tensor:
+    """A new tensor, in x's layout: the sum of x over the ranks of the axis. Not differentiable. `meanwhile` is called
+    while the sum is under way.
+
+    A gradient may lie otherwise on another rank, and a sum is one of memory: it is made of contiguous values, or of
+    values whose dim `last` lies behind the others.
     """
-    total = x.detach().clone(memory_format=torch.contiguous_format)
+    x = x.detach()
+    if last is None:
+        total = x.clone(memory_format=torch.contiguous_format)
+        memory = total
+    else:
+        total, memory = _Order(x.shape, last, last).new(x, x.shape[last])
+        total.copy_(x)
     if axis.group is not None and total.numel():
-        dist.all_reduce(total, group=axis.group)
-    return total.contiguous(memory_format=_dense(x))
+        under_way = dist.all_reduce(memory, group=axis.group, async_op=True)
+        meanwhile()
+        under_way.wait()  # type: ignore[union-attr]
+    return total if last is not None else total.contiguous(memory_format=_dense(x))
 
 
 def _dense(x: Tensor) -> torch.memory_format:
@@ -64,129 +115,197 @@ def _dense(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def scatter_sum_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-    """This rank's pieces of `dim` of the sum of x over the ranks, contiguous. Not differentiable."""
-    scatters = over_nccl(axis, x.device)
-    if axis.group is None or not (scatters or x.device.type == "cpu"):
-        return select_pieces(sum_over(x, axis), dim, pieces[axis.index]).clone(memory_format=torch.contiguous_format)
-    sizes = [sum(stop - start for start, stop in held) for held in pieces]
-    source = x.detach().movedim(dim, 0)
-    if not scatters:
-        return _exchanged(source, axis, pieces, sizes).movedim(0, dim).contiguous()
-    parts = source.new_zeros((axis.size, max(sizes), *source.shape[1:]))
+def scatter_sum_over(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+    pieces: Sequence[Pieces],
+    last: int | None = None,
+    meanwhile: Work = nothing,
+) -> Tensor:
+    """This rank's pieces of `dim` of the sum of x over the ranks, contiguous, or with the dim `last` behind the others.
+    Not differentiable. `meanwhile` is called while the sum is under way."""
+    order, sizes, me = _Order(x.shape, dim, last), _sizes(pieces), axis.index
+    own, memory = order.new(x, sizes[me])
+    source = order.runs(x.detach())
+    if axis.group is None:
+        memory.copy_(select_pieces(source, 1, pieces[me]))
+    elif over_nccl(axis, x.device):
+        _scattered(source, axis, pieces, memory, meanwhile)
+    elif x.device.type == "cpu":
+        _exchanged(source, axis, pieces, memory, meanwhile)
+    else:
+        memory.copy_(select_pieces(sum_over(source, axis, meanwhile=meanwhile), 1, pieces[me]))
+    return own
+
+
+def _scattered(source: Tensor, axis: Axis, pieces: Sequence[Pieces], own: Tensor, meanwhile: Work) -> None:
+    """Put the sum over ranks of this rank's pieces of dim 1 into `own`. Every rank's part is as long as the longest."""
+    sizes = _sizes(pieces)
+    unit = source.shape[0] * source.shape[2]
+    parts = source.new_empty((axis.size, unit * max(sizes)))
     for part, held, size in zip(parts, pieces, sizes, strict=True):
-        part[:size] = select_pieces(source, 0, held)
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=axis.group)
-    return own[: sizes[axis.index]].movedim(0, dim).contiguous()
+        part[unit * size :].zero_()
+        part[: unit * size].view(source.shape[0], size, source.shape[2]).copy_(select_pieces(source, 1, held))
+    even = sizes[axis.index] == max(sizes)
+    summed = own.view(-1) if even else torch.empty_like(parts[0])
+    if parts.numel():
+        under_way = compat.sum_into(summed, parts.view(-1), axis.group)
+        meanwhile()
+        under_way.wait()
+    if not even:
+        own.copy_(summed[: own.numel()].view(own.shape))
 
 
-def _exchanged(source: Tensor, axis: Axis, pieces: Sequence[Pieces], sizes: list[int]) -> Tensor:
-    """The sum over ranks of this rank's pieces of dim 0: every rank sends each other one its part."""
-    sent = torch.cat([select_pieces(source, 0, held) for held in pieces])
-    own = sizes[axis.index]
-    got = sent.new_empty((axis.size, own, *sent.shape[1:]))
+def _exchanged(source: Tensor, axis: Axis, pieces: Sequence[Pieces], own: Tensor, meanwhile: Work) -> None:
+    """Put the sum over ranks of this rank's pieces of dim 1 into `own`: every rank sends each other one its part."""
+    lengths = [source.shape[0] * size * source.shape[2] for size in _sizes(pieces)]
+    sent = torch.cat([select_pieces(source, 1, held).flatten() for held in pieces])
+    got = sent.new_empty((axis.size, own.numel()))
     if sent.numel():
-        dist.all_to_all_single(got.flatten(0, 1), sent, [own] * axis.size, sizes, group=axis.group)
-    return got.sum(0, dtype=got.dtype)
+        counts = [own.numel()] * axis.size
+        under_way = dist.all_to_all_single(got.view(-1), sent, counts, lengths, group=axis.group, async_op=True)
+        meanwhile()
+        under_way.wait()  # type: ignore[union-attr]
+    torch.sum(got, 0, dtype=got.dtype, out=own.view(-1))
 
 
-def gather_over(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], states: States | None = None) -> Tensor:
-    """The whole value from the ranks' pieces of `dim`, contiguous. Not differentiable.
+def gather_over(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+    pieces: Sequence[Pieces],
+    states: States | None = None,
+    last: int | None = None,
+) -> Tensor:
+    """The whole value from the ranks' pieces of `dim`. Not differentiable.
 
     Args:
         x: this rank's pieces, one after the other along `dim`.
         pieces: for each rank of the axis the intervals of the whole dim that it holds.
         states: send x as bits, see `snnpart.bits`.
+        last: the dim that lies behind the others in memory; without it the result lies as x does.
     """
+    x, order, sizes = x.detach(), _Order(x.shape, dim, last), _sizes(pieces)
+    whole, memory = order.new(x, sum(sizes))
     if axis.group is None:
-        return x.detach().contiguous()
-    sizes = [sum(stop - start for start, stop in held) for held in pieces]
-    parts = _all_gather_padded(x.detach().movedim(dim, 0), axis, max(sizes), states)
-    shape = (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-    whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_dense(x))
-    for part, held in zip(parts, pieces, strict=True):
-        offset = 0
-        for start, stop in held:
-            whole.narrow(dim, start, stop - start).copy_(part[offset : offset + stop - start].movedim(0, dim))
-            offset += stop - start
-    return whole
+        memory.copy_(order.runs(x))
+    elif whole.numel():
+        unit = order.outer * order.inner
+        parts = _all_gather_padded(order.runs(x).view(-1), axis, unit * max(sizes), states)
+        for part, held, size in zip(parts, pieces, sizes, strict=True):
+            _put(part, memory, held, size, states)
+    return whole if last is not None else whole.contiguous(memory_format=_dense(x))
 
 
-def _all_gather_padded(x: Tensor, axis: Axis, length: int, states: States | None) -> tuple[Tensor, ...]:
-    """x of every rank, padded along dim 0 to `length`. Booleans travel as bytes, which every backend can gather."""
-    local = x.new_full((length, *x.shape[1:]), states[0] if states and x.dtype is not torch.bool else 0)
-    local[: x.shape[0]] = x
+def _all_gather_padded(x: Tensor, axis: Axis, length: int, states: States | None) -> Tensor:
+    """x [n] of every rank as it travels, padded to `length`: [ranks, ...]. Booleans are bytes, which every backend can
+    gather."""
+    if x.numel() < length:
+        padded = x.new_full((length,), states[0] if states and x.dtype is not torch.bool else 0)
+        padded[: x.numel()] = x
+        x = padded
     if states is not None:
-        wire = pack(local, states)
+        wire = pack(x, states)
     else:
-        wire = local.view(torch.uint8) if local.dtype is torch.bool else local
-    parts = [torch.empty_like(wire) for _ in axis.ranks]
-    if wire.numel():
-        dist.all_gather(parts, wire, group=axis.group)
-    if states is not None:
-        return tuple(unpack(part, local.numel(), states, local.dtype).view(local.shape) for part in parts)
-    return tuple(part.view(local.dtype) for part in parts)
+        wire = x.view(torch.uint8) if x.dtype is torch.bool else x
+    parts = wire.new_empty((axis.size, *wire.shape))
+    compat.gather_into(parts.view(-1), wire.view(-1), axis.group).wait()
+    return parts
+
+
+def _put(part: Tensor, whole: Tensor, held: Pieces, size: int, states: States | None) -> None:
+    """Put one rank's part, as it travelled, to its places in `whole` [outer, sizes, inner]."""
+    outer, _, inner = whole.shape
+    if states is not None and len(held) == 1:
+        unpack_into(part, whole[:, held[0][0] : held[0][1]], states)
+        return
+    length = outer * size * inner
+    flat = part[:length].view(whole.dtype) if states is None else unpack(part, length, states, whole.dtype)
+    own, offset = flat.view(outer, size, inner), 0
+    for start, stop in held:
+        whole[:, start:stop].copy_(own[:, offset : offset + stop - start])
+        offset += stop - start
 
 
 class AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return sum_over(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, last: int | None = None) -> Tensor:
+        return sum_over(x, axis, last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        return grads[0], None, None
 
 
 class GradAllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, last: int | None = None) -> Tensor:
+        ctx.axis, ctx.last = axis, last
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return sum_over(grads[0], ctx.axis), None
+        return sum_over(grads[0], ctx.axis, ctx.last, compute_put_off), None, None
 
 
 class _AllGather(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], states: States | None, partial: bool
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+        pieces: Sequence[Pieces],
+        states: States | None,
+        partial: bool,
+        last: int | None,
     ) -> Tensor:
-        ctx.axis, ctx.dim, ctx.pieces, ctx.partial = axis, dim, pieces, partial
-        return gather_over(x, axis, dim, pieces, states)
+        ctx.at, ctx.partial = (axis, dim, pieces, last), partial
+        return gather_over(x, axis, dim, pieces, states, last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.partial:
-            grad = scatter_sum_over(grads[0], ctx.axis, ctx.dim, ctx.pieces)
+            axis, dim, pieces, last = ctx.at
+            grad = scatter_sum_over(grads[0], axis, dim, pieces, last, compute_put_off)
         else:
-            grad = select_pieces(grads[0], ctx.dim, ctx.pieces[ctx.axis.index]).contiguous()
-        return grad, None, None, None, None, None
+            grad = _own(grads[0], *ctx.at)
+        return grad, None, None, None, None, None, None
+
+
+def _own(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], last: int | None) -> Tensor:
+    """A copy of this rank's pieces."""
+    order, held = _Order(x.shape, dim, last), pieces[axis.index]
+    own, memory = order.new(x, sum(stop - start for start, stop in held))
+    memory.copy_(select_pieces(order.runs(x), 1, held))
+    return own
 
 
 class _Shard(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-        ctx.axis, ctx.dim, ctx.pieces = axis, dim, pieces
-        return select_pieces(x, dim, pieces[axis.index]).clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], last: int | None) -> Tensor:
+        ctx.at = axis, dim, pieces, last
+        return _own(x, axis, dim, pieces, last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_over(grads[0], ctx.axis, ctx.dim, ctx.pieces), None, None, None
+        return _gathered(grads[0], *ctx.at), None, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-        ctx.axis, ctx.dim, ctx.pieces = axis, dim, pieces
-        return scatter_sum_over(x, axis, dim, pieces)
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], last: int | None) -> Tensor:
+        ctx.at = axis, dim, pieces, last
+        return scatter_sum_over(x, axis, dim, pieces, last)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return gather_over(grads[0], ctx.axis, ctx.dim, ctx.pieces), None, None, None
+        return _gathered(grads[0], *ctx.at), None, None, None, None
+
+
+def _gathered(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], last: int | None) -> Tensor:
+    return gather_over(x, axis, dim, pieces, None, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +314,12 @@ class GroupCollectives:
 
     axes: Mapping[str, Axis]
 
-    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        result: Tensor = AllReduce.apply(x, self.axes[axis])
+    def all_reduce(self, x: Tensor, axis: str, last: int | None = None) -> Tensor:
+        result: Tensor = AllReduce.apply(x, self.axes[axis], last)
         return result
 
-    def grad_all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        result: Tensor = GradAllReduce.apply(x, self.axes[axis])
+    def grad_all_reduce(self, x: Tensor, axis: str, last: int | None = None) -> Tensor:
+        result: Tensor = GradAllReduce.apply(x, self.axes[axis], last)
         return result
 
     def all_gather(
@@ -211,14 +330,17 @@ class GroupCollectives:
         pieces: Sequence[Pieces],
         states: States | None = None,
         partial: bool = False,
+        last: int | None = None,
     ) -> Tensor:
-        result: Tensor = _AllGather.apply(x, self.axes[axis], dim % x.dim(), pieces, states, partial)
+        result: Tensor = _AllGather.apply(x, self.axes[axis], dim % x.dim(), pieces, states, partial, last)
         return result
 
-    def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-        result: Tensor = _Shard.apply(x, self.axes[axis], dim % x.dim(), pieces)
+    def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces], last: int | None = None) -> Tensor:
+        result: Tensor = _Shard.apply(x, self.axes[axis], dim % x.dim(), pieces, last)
         return result
 
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
-        result: Tensor = _ReduceScatter.apply(x, self.axes[axis], dim % x.dim(), pieces)
+    def reduce_scatter(
+        self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces], last: int | None = None
+    ) -> Tensor:
+        result: Tensor = _ReduceScatter.apply(x, self.axes[axis], dim % x.dim(), pieces, last)
         return result

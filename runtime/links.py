@@ -19,6 +19,8 @@ from snnpart.runtime.collectives import Axis, gather_over, scatter_sum_over, sum
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
 """Bytes of the whole value."""
+ROWS = 64
+"""Runs of which a rank's piece of a value consists, as the samples of a batch have each their channels."""
 REPEATS = 5
 
 
@@ -52,14 +54,14 @@ def _works(axis: Axis, device: torch.device) -> Mapping[str, Callable[[int], Cal
         return lambda: sum_over(x, axis)
 
     def scattering(elements: int) -> Callable[[], Tensor]:
-        x, dealt = torch.ones(1, elements, device=device), pieces(elements)
+        x, dealt = torch.ones(ROWS, elements // ROWS, device=device), pieces(elements // ROWS)
         return lambda: scatter_sum_over(x, axis, 1, dealt)
 
     def gathering(states: tuple[int, int] | None) -> Callable[[int], Callable[[], Tensor]]:
         def make(elements: int) -> Callable[[], Tensor]:
-            dealt = pieces(elements)
+            dealt = pieces(elements // ROWS)
             ((start, stop),) = dealt[axis.index]
-            x = torch.ones(1, stop - start, device=device)
+            x = torch.ones(ROWS, stop - start, device=device)
             return lambda: gather_over(x, axis, 1, dealt, states)
 
         return make

@@ -184,12 +184,19 @@ def gather_into(whole: Tensor, own: Tensor, group: Any) -> Any:
 
 def average_into(own: Tensor, whole: Tensor, group: Any) -> Any:
     """Begin to average `whole` [ranks * n] over the ranks, of which rank r keeps `own` [n], numbers r n to (r + 1) n;
-    what to wait for. NCCL can.
+    what to wait for. NCCL can."""
+    return _scatter(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
 
-    torch 2.14 calls it `reduce_scatter_single` and warns about the old name.
-    """
+
+def sum_into(own: Tensor, whole: Tensor, group: Any) -> Any:
+    """As `average_into`, with the sum."""
+    return _scatter(own, whole, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def _scatter(own: Tensor, whole: Tensor, **options: Any) -> Any:
+    """torch 2.14 calls it `reduce_scatter_single` and warns about the old name."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
+    return scatter(own, whole, **options)
 
 
 def run_accumulation_hooks(parameter: Tensor) -> None:

@@ -20,6 +20,9 @@ The tensors and leaves are the user's own objects, only read. Who runs the graph
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -230,6 +233,20 @@ def copied(source: fx.Graph) -> fx.Graph:
     return graph
 
 
+_numbers = itertools.count()
+
+
+def _with_source(source: str, scope: dict[str, Any]) -> Callable[..., Any]:
+    """The function `forward` of some code, whose lines can be looked up as long as it lives: tracebacks show them, and
+    torch.compile takes functions without any for one and the same (torch 2.11), of which it keeps eight variants."""
+    name = f"<snnpart {next(_numbers)}>"
+    exec(compile(source, name, "exec"), scope)
+    function: Callable[..., Any] = scope["forward"]
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    weakref.finalize(function, linecache.cache.pop, name, None)
+    return function
+
+
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's output node."""
     return next(node for node in reversed(graph.nodes) if node.op == "output")
@@ -280,9 +297,7 @@ class Body(nn.Module):
         """The graph as a Python function of a body and its placeholders; see `bind`."""
         code = graph.python_code("self")
         scope = {name: (bound or self.bound)(item) for name, item in code.globals.items()}
-        exec(compile(code.src, f"<snnpart {id(graph)}>", "exec"), scope)
-        function: Callable[..., Any] = scope["forward"]
-        return function
+        return _with_source(code.src, scope)
 
     def bound(self, target: Any) -> Any:
         """What a node's target is over this body: a loop calls the body's leaves, all else is itself."""

@@ -246,10 +246,11 @@ def _ones_like(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 class Collectives(Protocol):
-    """Carries out the collectives of a graph; `axis` is a mesh axis, `pieces[r]` what rank r holds of `dim`."""
+    """Carries out the collectives of a graph; `axis` is a mesh axis, `pieces[r]` what rank r holds of `dim`,
+    `last` the dim that lies behind the others in memory, if one does; values travel in that order."""
 
-    def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
-    def grad_all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
+    def all_reduce(self, x: Tensor, axis: str, last: int | None = None) -> Tensor: ...
+    def grad_all_reduce(self, x: Tensor, axis: str, last: int | None = None) -> Tensor: ...
     def all_gather(
         self,
         x: Tensor,
@@ -258,9 +259,12 @@ class Collectives(Protocol):
         pieces: Sequence[Pieces],
         states: tuple[int, int] | None = None,
         partial: bool = False,
+        last: int | None = None,
     ) -> Tensor: ...
-    def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor: ...
+    def shard(self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces], last: int | None = None) -> Tensor: ...
+    def reduce_scatter(
+        self, x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces], last: int | None = None
+    ) -> Tensor: ...
 
 
 _backend: Collectives | None = None
@@ -283,14 +287,14 @@ def _current() -> Collectives:
     return _backend
 
 
-def all_reduce(x: Tensor, axis: str) -> Tensor:
+def all_reduce(x: Tensor, axis: str, last: int | None = None) -> Tensor:
     """The sum of x over the ranks of `axis`; the gradient passes unchanged."""
-    return _current().all_reduce(x, axis)
+    return _current().all_reduce(x, axis, last)
 
 
-def grad_all_reduce(x: Tensor, axis: str) -> Tensor:
+def grad_all_reduce(x: Tensor, axis: str, last: int | None = None) -> Tensor:
     """x itself; its gradient is summed over the ranks of `axis`."""
-    return _current().grad_all_reduce(x, axis)
+    return _current().grad_all_reduce(x, axis, last)
 
 
 def all_gather(
@@ -300,6 +304,7 @@ def all_gather(
     pieces: Sequence[Pieces],
     states: tuple[int, int] | None = None,
     partial: bool = False,
+    last: int | None = None,
 ) -> Tensor:
     """The whole value from the ranks' pieces of `dim`; the gradient is cut back to the rank's own pieces.
 
@@ -307,7 +312,7 @@ def all_gather(
         states: (lowest number, how many whole numbers): x holds only these and travels as bits (see `bits`).
         partial: each rank has only its part of the gradient: it is summed over the ranks before it is cut.
     """
-    return _current().all_gather(x, axis, dim, pieces, states, partial)
+    return _current().all_gather(x, axis, dim, pieces, states, partial, last)
 
 
 def gather_options(node: fx.Node) -> tuple[tuple[int, int] | None, bool]:
@@ -317,14 +322,14 @@ def gather_options(node: fx.Node) -> tuple[tuple[int, int] | None, bool]:
     return states, bool(partial)
 
 
-def shard(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+def shard(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces], last: int | None = None) -> Tensor:
     """The rank's own pieces of `dim` of a replicated value; the gradient is gathered."""
-    return _current().shard(x, axis, dim, pieces)
+    return _current().shard(x, axis, dim, pieces, last)
 
 
-def reduce_scatter(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces]) -> Tensor:
+def reduce_scatter(x: Tensor, axis: str, dim: int, pieces: Sequence[Pieces], last: int | None = None) -> Tensor:
     """The rank's own pieces of `dim` of the sum over the ranks; the gradient is gathered."""
-    return _current().reduce_scatter(x, axis, dim, pieces)
+    return _current().reduce_scatter(x, axis, dim, pieces, last)
 
 
 COLLECTIVES = frozenset({all_reduce, grad_all_reduce, all_gather, shard, reduce_scatter})

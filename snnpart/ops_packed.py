@@ -57,7 +57,7 @@ class PackedInput:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled() or not x.numel():
             return self.function(x, *args, **kwargs)
-        x = _dense(_as_autocast_does(x))
+        x = _dense(as_autocast_does(x))
         memory, numel = x.untyped_storage().data_ptr(), x.numel()  # the hook outlives the call: it must not hold x
 
         def keep(saved: Tensor) -> Any:
@@ -78,7 +78,8 @@ class PackedInput:
         return flat.as_strided(kept.shape, kept.stride)
 
 
-def _as_autocast_does(x: Tensor) -> Tensor:
+def as_autocast_does(x: Tensor) -> Tensor:
+    """x in the dtype that autocast gives what convolutions and linear layers read."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and _is_cast(x) else x
 

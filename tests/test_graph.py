@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import linecache
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from snnpart.graph import SpikeGraph
+from snnpart.graph import Body, SpikeGraph
 from snnpart.trace import trace
 
 
@@ -42,3 +46,15 @@ def test_each_leaf_has_its_tensors_by_the_names_that_it_knows(graph: SpikeGraph)
 
 def test_leaves_that_share_a_tensor_are_tied_to_the_first_that_is_called(graph: SpikeGraph) -> None:
     assert graph.tied_leaves() == {"first.w": "first", "block.second": "first", "other.w": "other"}
+
+
+def test_a_graphs_function_has_its_lines_as_long_as_it_lives(graph: SpikeGraph) -> None:
+    """Without them torch.compile of torch 2.11 takes all such functions for one, and stops compiling at the ninth."""
+    body = Body({}, {})
+    functions = [body.function_of(graph.graph) for _ in range(2)]
+    assert "def forward(self" in inspect.getsource(functions[0])
+    names = [function.__code__.co_filename for function in functions]
+    assert len(set(names)) == 2 and set(names) <= set(linecache.cache)
+    functions.clear()
+    gc.collect()
+    assert not set(names) & set(linecache.cache)

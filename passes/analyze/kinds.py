@@ -30,7 +30,7 @@ _NAMES: dict[Kind, str] = {
         "nan_to_num heaviside bernoulli isnan isinf isfinite zeros_like ones_like full_like rand_like randn_like "
         "all_reduce grad_all_reduce float double half bfloat16"
     ),
-    "view": "reshape view flatten unflatten squeeze unsqueeze",
+    "view": "reshape view flatten unflatten squeeze unsqueeze later",
     "permute": "permute transpose movedim t swapaxes",
     "index": "getitem select narrow chunk split unbind",
     "join": "cat stack",
@@ -56,7 +56,7 @@ _KIND_OF: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for na
 
 _VIEW_NAMES = (
     "reshape view flatten unflatten squeeze unsqueeze permute transpose movedim t getitem select narrow chunk split "
-    "unbind expand detach"
+    "unbind expand detach later"
 )
 VIEWS = frozenset(_VIEW_NAMES.split())
 """Operations that move no data (on the layouts they are used on)."""

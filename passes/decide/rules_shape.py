@@ -13,6 +13,7 @@ from snnpart import facts
 from snnpart.facts import Pieces, Sharded, Spread, Value
 from snnpart.passes.decide.rules import (
     Ask,
+    Deal,
     Declined,
     Misdealt,
     Row,
@@ -29,17 +30,35 @@ from snnpart.passes.decide.rules import (
     shape,
 )
 
+MOST_RUNS = 16
+"""Intervals that a rank may hold of a dim: more of them are copied one by one wherever the value is sent."""
+
 
 def reshape(node: fx.Node, ask: Ask) -> Row:
-    """reshape, flatten, unflatten, view: the channels must be the outermost part of what is merged or split."""
+    """reshape, flatten, unflatten, view: the channels must be the outermost part of what is merged or split, or, where
+    all is merged into one dim, behind a few others (query, key, value)."""
     x = argument(node, 0, "input")
-    lane, before, after = ask.need(x), shape(x), next(results(node)).shape
-    if 0 in before:
+    lane, before, after = ask.need(x), facts.need(x, Value), next(results(node)).shape
+    if 0 in before.shape:
         raise Declined("it has no elements")
-    for source, target in _groups(before, after):
+    for source, target in _groups(before.shape, after):
         if lane.dim in source:
-            return row(node, _regroup(lane, before, after, source, target), {x: lane})
+            found = _merged_behind(lane, before, after, source, target)
+            return row(node, found or _regroup(lane, before.shape, after, source, target), {x: lane})
     raise Declined("the sharded dim does not survive the reshape")
+
+
+def _merged_behind(lane: Sharded, before: Value, after: Sequence[int], source: range, target: range) -> Sharded | None:
+    """The lane of a dim merged into those outside it: as many runs of it as these have places."""
+    outside = [dim for dim in source if dim < lane.dim]
+    outer, own = prod(before.shape[dim] for dim in outside), [dim for dim in target if after[dim] != 1]
+    if outer == 1:
+        return None
+    inner = prod(before.shape[dim] for dim in source if dim > lane.dim)
+    runs = Deal.repeated(scaled(lane.pieces, inner), outer, before.shape[lane.dim] * inner)
+    if len(own) != 1 or any(before.slopes[dim] for dim in outside) or any(len(held) > MOST_RUNS for held in runs):
+        raise Declined("the sharded dim is merged into a dim outside it")
+    return Sharded(own[0], runs)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
@@ -59,8 +78,6 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
 
 
 def _regroup(lane: Sharded, before: Sequence[int], after: Sequence[int], source: range, target: range) -> Sharded:
-    if any(before[dim] != 1 for dim in source if dim < lane.dim):
-        raise Declined("the sharded dim is merged into a dim outside it")
     inner = 1
     for dim in source:
         inner *= before[dim] if dim > lane.dim else 1

@@ -27,6 +27,7 @@ from snnpart.passes.lower.rounds import take_rounds
 from snnpart.passes.lower.stage_memory import stage_memory
 from snnpart.passes.lower.units import with_units
 from snnpart.passes.rewrite.shard_channels import LocalTensor, local_tensors, shard_for_rank, twin
+from snnpart.passes.rewrite.weights_later import put_weights_off
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 
@@ -61,6 +62,9 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
             )
             program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank), profile)
             programs[stage, rank] = replace(program, evaluation=evaluations[same][stage])
+    if plan.tp > 1 and not plan.splits_backward:
+        for stage in range(plan.stage_count):
+            put_weights_off([cuts[rank][stage].graph for rank in range(plan.tp)])
     notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
     stages = with_units(take_rounds(programs, plan), plan)
     return CompiledProgram(source=source, plan=plan, stages=stages, schedule=schedule, notices=notices)

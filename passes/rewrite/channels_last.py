@@ -29,8 +29,7 @@ from snnpart.passes.analyze.kinds import kind_of
 NAME = "channels-last"
 _CONVOLUTIONS = (torch.conv2d, F.conv2d, torch.conv_transpose2d, F.conv_transpose2d)
 _OVER_SEQUENCES = (torch.conv1d, F.conv1d)
-_NORMS = (ops.batch_norm, ops.batch_norm_copies, *ops_time.TIME_OPS)
-_KEEPING_COLLECTIVES = (ops.all_reduce, ops.grad_all_reduce)
+_KEEPING = (ops.batch_norm, ops.batch_norm_copies, *ops_time.TIME_OPS, *ops.COLLECTIVES)
 
 
 def channels_last(graph: fx.Graph) -> frozenset[str]:
@@ -59,9 +58,12 @@ class _Regions:
     raised: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def see(self, node: fx.Node) -> None:
-        """Note whether the node's result lies so."""
-        if (places := _kept(node, self.places)) is not None:
-            self.places[node] = places
+        """Note whether the node's result lies so. A collective is told which dim lies last, as what it sends does."""
+        if (places := _kept(node, self.places)) is None:
+            return
+        self.places[node] = places
+        if node.target in ops.COLLECTIVES:
+            node.kwargs = {**node.kwargs, "last": len(facts.need(node, Value).shape) - 1 - places}
 
     def enter(self, convolution: fx.Node) -> None:
         """What the convolution over images reads and gives lies so."""
@@ -134,7 +136,7 @@ def _kept(node: fx.Node, places: dict[fx.Node, int]) -> int | None:
     if value is None or node.op not in ("call_function", "call_method"):
         return None
     first: Any = node.args[0] if node.args else None
-    if splits_time(node) or node.target in (*_NORMS, *_KEEPING_COLLECTIVES) or isinstance(node.target, FusedNeuron):
+    if splits_time(node) or node.target in _KEEPING or isinstance(node.target, FusedNeuron):
         return places.get(first)
     if kind_of(node) == "view":
         return _places_of_view(node, value, places)

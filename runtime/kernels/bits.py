@@ -36,15 +36,22 @@ def pack(x: Tensor, states: States) -> Tensor:
 
 def unpack(planes: Tensor, elements: int, states: States, dtype: torch.dtype) -> Tensor:
     """The first `elements` numbers of bit planes, in one dim."""
-    if triton is None or not planes.is_cuda or dtype is torch.float64:
-        return bits.unpack(planes, elements, states, dtype)
-    wire = torch.uint8 if dtype is torch.bool else dtype
-    out = torch.empty(elements, dtype=wire, device=planes.device)
-    size = planes.shape[1]
+    out = torch.empty(elements, dtype=dtype, device=planes.device)
+    unpack_into(planes, out.view(1, elements, 1), states)
+    return out
+
+
+def unpack_into(planes: Tensor, out: Tensor, states: States) -> None:
+    """Put the first numbers of bit planes into `out` [outer, size, inner], whose rows [size, inner] are contiguous."""
+    elements = out.numel()
+    if triton is None or not planes.is_cuda or out.dtype is torch.float64:
+        out.copy_(bits.unpack(planes, elements, states, out.dtype).view(out.shape))
+        return
+    size, low = planes.shape[1], 0 if out.dtype is torch.bool else states[0]
     if elements:
-        low = 0 if dtype is torch.bool else states[0]
-        _unpack[(triton.cdiv(size, BLOCK),)](planes, out, elements, size, low, planes.shape[0], BLOCK)
-    return out.view(torch.bool) if dtype is torch.bool else out
+        wire = out.view(torch.uint8) if out.dtype is torch.bool else out
+        run, apart = elements // out.shape[0], out.stride(0)
+        _unpack[(triton.cdiv(size, BLOCK),)](planes, wire, elements, size, run, apart, low, planes.shape[0], BLOCK)
 
 
 if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
@@ -60,12 +67,18 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
             tl.store(planes + plane * size + byte, tl.sum(bit, axis=1).to(tl.uint8), mask=byte < size)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _unpack(planes, out, elements, size, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    def _unpack(planes, out, elements, size, run, apart, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        byte = first + tl.arange(0, BLOCK)
         place = tl.arange(0, 8)
         at = byte[:, None] * 8 + place[None, :]
         code = tl.zeros((BLOCK, 8), dtype=tl.int32)
         for plane in tl.static_range(WIDTH):
             held = tl.load(planes + plane * size + byte, mask=byte < size, other=0).to(tl.int32)
             code |= ((held[:, None] >> place[None, :]) & 1) << plane
-        tl.store(out + at, (code + low).to(out.dtype.element_ty), mask=at < elements)
+        # one division of 64 bits a program, the others are of 32
+        row = first * 8 // run
+        inside = (first * 8 - row * run + (at - first * 8)).to(tl.int32)
+        more = inside // run
+        to = (row + more) * apart + (inside - more * run)
+        tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=at < elements)

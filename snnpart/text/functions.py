@@ -1,8 +1,8 @@
 """Names of call targets, both ways.
 
 A graph may call: the tensor functions of torch (those behind `torch`, `torch.nn.functional`, `torch.linalg`,
-`torch.special`, `torch.fft`), the arithmetic of `operator`, `snnpart.ops`, `snnpart.ops_fold`, `snnpart.ops_norm`,
-`snnpart.ops_pool` and `snnpart.ops_time`.
+`torch.special`, `torch.fft`), the arithmetic of `operator`, `snnpart.ops`, `snnpart.ops_fold`, `snnpart.ops_later`,
+`snnpart.ops_norm`, `snnpart.ops_pool` and `snnpart.ops_time`.
 Nothing else resolves, so that reading a graph cannot call into files, pickles or the system. Classes (surrogates,
 NamedTuples) are imported by `module:qualname`; only subclasses of `autograd.Function` and of NamedTuple are accepted,
 and only from the modules that the caller allows.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from snnpart import ops, ops_fold, ops_norm, ops_pool, ops_time
+from snnpart import ops, ops_fold, ops_later, ops_norm, ops_pool, ops_time
 from snnpart.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -39,6 +39,7 @@ _OWN: tuple[Function, ...] = (
     ops.all_gather,
     ops.shard,
     ops.reduce_scatter,
+    ops_later.later,
     *ops_time.TIME_OPS,
     *ops_norm.NORM_OPS,
     *ops_fold.FOLD_OPS,

@@ -39,6 +39,7 @@ from snnpart.errors import ConfigError
 from snnpart.facts import Origin, Value, Values
 from snnpart.ops import Surrogate
 from snnpart.ops_fused import WAYS, FusedNeuron
+from snnpart.ops_later import WeightLater
 from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Keep, Loop, Nested
 from snnpart.plan import STATE_DTYPES
@@ -120,6 +121,8 @@ def target_text(node: fx.Node) -> str:
     if isinstance(target, PackedInput):
         low, count = target.states
         return f"packed {low} {count} {functions.path_of(target.function)}"
+    if isinstance(target, WeightLater):
+        return f"weight_later {functions.path_of(target.function)}"
     path = functions.path_of(target)
     kind = "class " if isinstance(target, type) else "function " if ":" in path else ""
     return f"{kind}{path}"
@@ -215,6 +218,8 @@ def _read_target(line: Line, reader: Reader, rest: deque[Line]) -> tuple[str, An
     if line.take("packed"):
         low, count = (int(reader.read(line)) for _ in range(2))
         return "call_function", PackedInput(_function(line), (low, count))
+    if line.take("weight_later"):
+        return "call_function", WeightLater(_function(line))
     if line.take("surrogate"):
         return "call_function", _surrogate(line, reader)
     if line.take("class"):

@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from snnpart import compat
 from snnpart.api import parallelize
 from snnpart.costs import CPU, Link
 
@@ -37,13 +37,13 @@ def sent_in_evaluation() -> dict[str, Any]:
     program = parallelize(module, tp=2, example_inputs=x, shard={"*": "column"}, profile=SLOW)
     running: Any = program.launch()
     seen: list[int] = []
-    original = dist.all_gather
+    original = compat.gather_into
 
-    def count(parts: list[Tensor], own: Tensor, **options: Any) -> Any:
-        seen.append(sum(part.numel() * part.element_size() for part in parts))
-        return original(parts, own, **options)
+    def count(whole: Tensor, own: Tensor, group: Any) -> Any:
+        seen.append(whole.numel() * whole.element_size())
+        return original(whole, own, group)
 
-    with patch.object(dist, "all_gather", count):
+    with patch.object(compat, "gather_into", count):
         outputs = running.eval_step(x)
     rows = [row.forward_bytes for row in program.report().collectives if row.operation == "all_gather"]
     running.close()

@@ -325,8 +325,9 @@ PIECES = {
 }
 
 
-def collectives(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Every collective over tp = 2 on dim 1: what each rank gets, and the gradient of its input."""
+def collectives(kind: str, last: int | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Every collective over tp = 2 on dim 1: what each rank gets, and the gradient of its input. With `last` both must
+    lie with that dim behind the others, however the values that come lie: they do on one rank only."""
     from datetime import timedelta
 
     from snnpart.ops import select_pieces
@@ -339,23 +340,32 @@ def collectives(kind: str) -> dict[str, tuple[Tensor, Tensor]]:
     own = select_pieces(det(2, 7, 3), 1, pieces[me]).clone()
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for name, x, call in [
-        ("all_reduce", whole, lambda x: backend.all_reduce(x, "tp")),
-        ("grad_all_reduce", whole, lambda x: backend.grad_all_reduce(x, "tp")),
-        ("all_gather", own, lambda x: backend.all_gather(x, "tp", 1, pieces)),
-        ("partial", own, lambda x: backend.all_gather(x, "tp", 1, pieces, None, True)),
-        ("bits", (own > 0).double(), lambda x: backend.all_gather(x, "tp", 1, pieces, (0, 2))),
-        ("four bits", (5 * own).round(), lambda x: backend.all_gather(x, "tp", 1, pieces, (-5, 11), True)),
-        ("bool", own > 0, lambda x: backend.all_gather(x, "tp", -2, pieces)),
-        ("shard", whole, lambda x: backend.shard(x, "tp", 1, pieces)),
-        ("reduce_scatter", whole, lambda x: backend.reduce_scatter(x, "tp", 1, pieces)),
+        ("all_reduce", whole, lambda x: backend.all_reduce(x, "tp", last)),
+        ("grad_all_reduce", whole, lambda x: backend.grad_all_reduce(x, "tp", last)),
+        ("all_gather", own, lambda x: backend.all_gather(x, "tp", 1, pieces, last=last)),
+        ("partial", own, lambda x: backend.all_gather(x, "tp", 1, pieces, None, True, last)),
+        ("bits", (own > 0).double(), lambda x: backend.all_gather(x, "tp", 1, pieces, (0, 2), last=last)),
+        ("four bits", (5 * own).round(), lambda x: backend.all_gather(x, "tp", 1, pieces, (-5, 11), True, last)),
+        ("bool", own > 0, lambda x: backend.all_gather(x, "tp", -2, pieces, last=last)),
+        ("shard", whole, lambda x: backend.shard(x, "tp", 1, pieces, last)),
+        ("reduce_scatter", whole, lambda x: backend.reduce_scatter(x, "tp", 1, pieces, last)),
     ]:
-        x = x.clone().requires_grad_(x.is_floating_point())
+        x = (x if last is None or me else lying(x, last)).clone().requires_grad_(x.is_floating_point())
         out = call(x)
+        if last is not None and name != "grad_all_reduce":
+            assert out.movedim(last, -1).is_contiguous(), name
+        grad = torch.empty(0)
         if out.requires_grad:
-            (out * det(*out.shape, k=0.3)).sum().backward()
-        found[name] = (out.detach(), x.grad if x.grad is not None else torch.empty(0))
+            (grad,) = torch.autograd.grad((out * det(*out.shape, k=0.3)).sum(), x)
+            assert last is None or name == "all_reduce" or grad.movedim(last, -1).is_contiguous(), name
+        found[name] = (out.detach(), grad)
     ranks.close()
     return found
+
+
+def lying(x: Tensor, last: int) -> Tensor:
+    """x with this dim behind the others in memory."""
+    return x.movedim(last, -1).contiguous().movedim(-1, last)
 
 
 def sum_of_layouts() -> tuple[Tensor, bool]:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from snnpart import compat
+from snnpart.ops_later import PutOff
 from snnpart.runtime.buckets import Buckets
 from snnpart.runtime.launch import launch
 from tests.distributed.cases import CASES
@@ -61,3 +63,38 @@ def reductions(name: str, execution: str, **topology: Any) -> list[str]:
     finally:
         compat.ddp_around, Buckets._start = around, start  # type: ignore[method-assign]
     return log
+
+
+def sums_of_gradients(name: str, execution: str, **topology: Any) -> list[str]:
+    """What the backward of the second step does: `sum` is begun over tp, `weight`: a gradient that was put off is
+    computed, `wait`: for the sum."""
+    case, log = CASES[name], list[str]()
+    exchange, compute = dist.all_to_all_single, PutOff.compute
+
+    class Watched:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            log.append("wait")
+            self.work.wait()
+
+    def watched_exchange(*args: Any, **options: Any) -> Any:
+        log.append("sum")
+        return Watched(exchange(*args, **options))
+
+    def watched_compute(self: PutOff) -> None:
+        log.append("weight" if self._how is not None else "")
+        compute(self)
+
+    dist.all_to_all_single, PutOff.compute = watched_exchange, watched_compute  # type: ignore[assignment, method-assign]
+    try:
+        running = launch(compile_case(case, **topology), optimizer=OPTIMIZERS["sgd"], execution=execution)
+        x, y = case.batches()[0]
+        for _ in range(2):
+            log.clear()
+            running.train_step(x, y, case.loss_fn(x.shape[case.batch_dim]))
+        running.close()
+    finally:
+        dist.all_to_all_single, PutOff.compute = exchange, compute  # type: ignore[method-assign]
+    return [entry for entry in log if entry]

@@ -11,8 +11,10 @@ from tests.distributed.jobs_launch import PIECES
 from tests.distributed.pool import Pool
 
 
+@pytest.mark.parametrize("last", [None, 0, 1, 2])
 @pytest.mark.parametrize("kind", list(PIECES))
-def test_values_and_gradients(pool: Pool, kind: str) -> None:
+def test_values_and_gradients(pool: Pool, kind: str, last: int | None) -> None:
+    """In whichever order the values lie and travel."""
     pieces = PIECES[kind]
     whole = [det(2, 7, 3) * (rank + 1) for rank in range(2)]
     own_shape = [select_pieces(whole[0], 1, held).shape for held in pieces]
@@ -23,7 +25,7 @@ def test_values_and_gradients(pool: Pool, kind: str) -> None:
         for start, stop in held:
             together[:, start:stop] = part[:, offset : offset + stop - start]
             offset += stop - start
-    for rank, found in enumerate(pool.run("tests.distributed.jobs_launch:collectives", ranks=2, kind=kind)):
+    for rank, found in enumerate(pool.run("tests.distributed.jobs_launch:collectives", ranks=2, kind=kind, last=last)):
         wanted = {
             "all_reduce": (whole[0] + whole[1], weights),
             "grad_all_reduce": (whole[rank], 2 * weights),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -33,3 +34,12 @@ def test_with_several_stages_a_rank_once_a_step(pool: Pool, schedule: str) -> No
     for log in pool.run(JOB, ranks=4, name="wide", **how):
         assert log.count("reduce") == 1
         assert log.index("reduce") > max(i for i, entry in enumerate(log) if entry.endswith("backward"))
+
+
+@pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
+def test_over_tp_gradients_of_weights_are_computed_while_those_of_inputs_are_summed(pool: Pool, execution: str) -> None:
+    job = "tests.distributed.jobs_overlap:sums_of_gradients"
+    for log in pool.run(job, ranks=2, name="mobile", execution=execution, tp=2):
+        text = "".join(f"{entry} " for entry in log)
+        assert "sum weight wait" in text
+        assert re.sub(r"sum (weight )*wait ", "", text) == ""

@@ -27,6 +27,18 @@ def test_kernels_are_bit_equal_to_the_reference(dtype: torch.dtype, low: int, st
     assert back.dtype is dtype and torch.equal(back.cpu(), x)
 
 
+@pytest.mark.parametrize("shape", [(1, 2049, 1), (37, 5, 3), (4099, 1, 1), (3, 64, 49), (2048, 24, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_runs_go_to_their_places_in_a_larger_value(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """The kernel puts one rank's channels between those of others and touches nothing else."""
+    x = torch.randint(0, 2, shape).to(dtype)
+    whole = torch.zeros(shape[0], shape[1] + 7, shape[2], dtype=dtype, device="cuda")
+    planes = kernels.pack(x.cuda(), (0, 2))
+    kernels.unpack_into(planes, whole[:, 3 : 3 + shape[1]], (0, 2))
+    assert torch.equal(whole[:, 3 : 3 + shape[1]].cpu(), x)
+    assert not whole[:, :3].any() and not whole[:, 3 + shape[1] :].any()
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_convolution_that_keeps_bits_has_the_gradients_of_one_that_keeps_numbers(captured: bool) -> None:
     """Channels last, under bf16 autocast, also replayed from a CUDA graph; the forward leaves no image behind."""

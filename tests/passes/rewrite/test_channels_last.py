@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snnpart import frameworks
+from snnpart import facts, frameworks, ops
 from snnpart.compilation import Options, compile_program
+from snnpart.facts import Value
 from snnpart.graph import Body
 from snnpart.program import CompiledProgram
 from tests.layouts import LayoutChanges
@@ -127,6 +128,15 @@ def test_sequences_lie_as_images_do(make: type[Sequences], entries: int) -> None
 def test_convolutions_weights_lie_so_too(dp: str) -> None:
     parts = {part.name: part.channels_last for part in compiled(Images(), dp=dp).stages[0, 0].tensors}
     assert {name for name, last in parts.items() if last} == {"first.weight", "second.weight"}
+
+
+def test_collectives_hand_the_layout_on_and_send_in_it() -> None:
+    """What is gathered from ranks lies as their pieces do: the convolution behind it reads it as it comes."""
+    program = compiled(Images(), tp=2)
+    graph = program.stages[0, 0].graph
+    sent = [node for node in graph.nodes if node.target in ops.COLLECTIVES]
+    assert sent and all(node.kwargs == {"last": 1} for node in sent if len(facts.need(node, Value).shape) == 4)
+    assert len(conversions(graph)) == 1
 
 
 def test_a_plan_that_does_not_say_so_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from snnpart.compilation import Options, compile_program
 from snnpart.facts import Value
 from snnpart.ops_fused import FusedNeuron
 from snnpart.runtime.kernels import fused_neuron
-from snnpart.runtime.kernels.choices import Choices
+from snnpart.runtime.kernels.choices import Choices, cuda_seconds
 from snnpart.runtime.kernels.fused_neuron import Fused
 from snnpart.runtime.kernels.ways import Region, fastest, kind_of
 from snnpart.runtime.stage import StageModule
@@ -188,3 +189,12 @@ def test_a_compiled_region_is_the_region(make: Callable[[], nn.Module]) -> None:
     assert all(float(grad.abs().max()) > 0 for grad in runs[0][1:])
     for wanted, found in zip(*runs, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_the_host_takes_does_not_count() -> None:
+    x = torch.zeros(8, device="cuda")
+    assert cuda_seconds(lambda: (time.sleep(2e-3), x.add_(1))) < 1e-3
+    assert cuda_seconds(lambda: (time.sleep(2e-3), x.sum().item())) > 2e-3
+    assert float(x[0]) > 3
