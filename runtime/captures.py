@@ -12,11 +12,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from snnpart import compat
 from snnpart.runtime.engine import Engine
 from snnpart.runtime.heartbeat import DEVICE
 
@@ -119,22 +120,13 @@ class Captures:
                     one.capture(self.stream, self._pool)
             except Exception as error:
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                self._end_capture()
+                compat.end_failed_capture(self._engine.ranks.device, self.stream, self._engine.stage.generator)
         with self._engine.heartbeat.guard("agreeing on the capture", self._engine.stage.place):
             everyone = self._engine.ranks.gather(problem)
         found = [(rank, text) for rank, text in enumerate(everyone) if text]
         if found:
             self._give_up(*found[0])
         return not found
-
-    def _end_capture(self) -> None:
-        """torch's generators still take a capture that failed for one that goes on ("Offset increment outside graph
-        capture"), and nothing random runs any more. A capture that works ends that."""
-        graph, generator = torch.cuda.CUDAGraph(), self._engine.stage.generator
-        if generator is not None:
-            graph.register_generator_state(generator)
-        with suppress(RuntimeError), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            torch.zeros((), device=self._engine.ranks.device)
 
     def _give_up(self, rank: int, text: str) -> None:
         """Run uncaptured from now on; what a capture left half done is forgotten, by all ranks alike: who captured

@@ -127,10 +127,10 @@ def scatter_sum_over(
     Not differentiable. `meanwhile` is called while the sum is under way."""
     order, sizes, me = _Order(x.shape, dim, last), _sizes(pieces), axis.index
     own, memory = order.new(x, sizes[me])
-    source = order.runs(x.detach())
     if axis.group is None:
-        memory.copy_(select_pieces(source, 1, pieces[me]))
-    elif over_nccl(axis, x.device):
+        return own.copy_(select_pieces(x.detach(), dim, pieces[me]))
+    source = order.runs(x.detach())
+    if over_nccl(axis, x.device):
         _scattered(source, axis, pieces, memory, meanwhile)
     elif x.device.type == "cpu":
         _exchanged(source, axis, pieces, memory, meanwhile)
@@ -242,7 +242,7 @@ class GradAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, last: int | None = None) -> Tensor:
         ctx.axis, ctx.last = axis, last
-        return x.view_as(x)
+        return compat.own_view(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -277,9 +277,8 @@ class _AllGather(Function):
 def _own(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], last: int | None) -> Tensor:
     """A copy of this rank's pieces."""
     order, held = _Order(x.shape, dim, last), pieces[axis.index]
-    own, memory = order.new(x, sum(stop - start for start, stop in held))
-    memory.copy_(select_pieces(order.runs(x), 1, held))
-    return own
+    own, _ = order.new(x, sum(stop - start for start, stop in held))
+    return own.copy_(select_pieces(x, dim, held))
 
 
 class _Shard(Function):

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from snnpart import ops
+from snnpart.ops_later import itself
 
-_TRACEABLE = frozenset({ops.batch_norm, ops.batch_norm_copies, ops.affine, ops.index_assign, ops.select_pieces})
+_TRACEABLE = frozenset({itself, ops.batch_norm, ops.batch_norm_copies, ops.affine, ops.index_assign, ops.select_pieces})
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -201,4 +201,4 @@ def views_for_readers(graph: fx.Graph) -> None:
 
 def _own_view(x: Any) -> Any:
     """A view of a tensor that learns; anything else (a buffer, the training flag) itself."""
-    return x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
+    return compat.own_view(x) if isinstance(x, Tensor) and x.requires_grad else x

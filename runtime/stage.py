@@ -28,6 +28,7 @@ from snnpart.effects import writes_buffer
 from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.ops_fused import FusedNeuron
+from snnpart.ops_later import WeightLater, itself, later
 from snnpart.ops_packed import PackedInput
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.compiled import compiled, leave_alone, left_alone
@@ -75,6 +76,8 @@ class StageModule(Body):
         """A fused neuron runs as a kernel on a GPU, and so do a pooling that keeps codes and the packing of bits."""
         if isinstance(target, PackedInput):
             return replace(target, pack=kernel_bits.pack, unpack=kernel_bits.unpack)
+        if self.compiles:  # torch.compile looks into what is not ours
+            target = target.function if isinstance(target, WeightLater) else itself if target is later else target
         bound = super().bound(target)
         found = Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
         found = max_pool2d if target is ops_pool.max_pool2d else found
@@ -322,7 +325,8 @@ def local_copy(part: TensorSlice, whole: Tensor, device: torch.device) -> Tensor
     """This rank's own copy of its part of the user's tensor, on its device; a parameter where the part is one."""
     cut = whole.detach() if part.dim is None else ops.select_pieces(whole.detach(), part.dim, part.pieces)
     layout = torch.channels_last if part.channels_last else torch.contiguous_format
-    local = cut.to(device, copy=True).contiguous(memory_format=layout)
+    # A copy of one output channel alone would keep a stride that torch's convolutions on the CPU do not take.
+    local = torch.empty(cut.shape, dtype=cut.dtype, device=device, memory_format=layout).copy_(cut)
     if _kind(part) == "parameter":
         return nn.Parameter(local, requires_grad=part.requires_grad)
     return local

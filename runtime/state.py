@@ -88,7 +88,8 @@ class FullState:
             ranks.broadcast(local, ranks.axes["dp"], 0)
         if part.dim is None:
             return local.clone(memory_format=torch.contiguous_format)
-        return gather_over(local, ranks.axes["tp"], part.dim, [parts[r].pieces for r in sorted(parts)]).clone()
+        whole = gather_over(local, ranks.axes["tp"], part.dim, [parts[r].pieces for r in sorted(parts)])
+        return whole.clone(memory_format=torch.contiguous_format)  # other stages receive it so
 
     def load(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take each rank's slices from full tensors.

@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -197,6 +197,25 @@ def _scatter(own: Tensor, whole: Tensor, **options: Any) -> Any:
     """torch 2.14 calls it `reduce_scatter_single` and warns about the old name."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(own, whole, **options)
+
+
+def end_failed_capture(
+    device: torch.device, stream: torch.cuda.Stream | None = None, generator: torch.Generator | None = None
+) -> None:
+    """After a CUDA graph's capture that failed torch's generators still take it for one that goes on ("Offset increment
+    outside graph capture"), and nothing random runs any more. A capture that works ends that."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    with suppress(RuntimeError), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        torch.zeros((), device=device)
+
+
+def own_view(x: Tensor) -> Tensor:
+    """A view of all of x with its strides. `view_as` gives dims of size 1 others, with which some of torch's kernels
+    for channels last go wrong or refuse to run."""
+    found: Tensor = torch.ops.aten.alias(x)
+    return found
 
 
 def run_accumulation_hooks(parameter: Tensor) -> None:

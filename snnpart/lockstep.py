@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from snnpart import bits, ops
+from snnpart.compat import own_view
 from snnpart.effects import is_random
 from snnpart.facts import Pieces
 from snnpart.graph import TRAINING, Body
@@ -58,7 +59,7 @@ class _AllReduce(torch.autograd.Function):
 class _GradAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> Ranks:
-        return tuple(x.view_as(x) for x in xs)
+        return tuple(map(own_view, xs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Ranks:
@@ -113,7 +114,7 @@ class _OneOfAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> Tensor:
         ctx.ranks = len(xs)
-        return xs[0].view_as(xs[0])
+        return own_view(xs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Ranks:  # type: ignore[override]

@@ -29,13 +29,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from snnpart.compat import own_view
 from snnpart.ops_packed import as_autocast_does
 
 
 class PutOff:
-    """The gradient of one reading of a weight: how to compute it, and then the gradient."""
+    """The gradient of one reading of a weight: how to compute it, and then the gradient. `read`: a layer has the
+    weight; another one that reads it too takes autograd's way."""
 
     def __init__(self) -> None:
+        self.read = False
         self._how: Callable[[], Tensor] | None = None
         self._found: Tensor | None = None
 
@@ -70,7 +73,7 @@ class _Later(Function):
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.put_off = PutOff()
-        return weight.view_as(weight)
+        return own_view(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -79,11 +82,16 @@ class _Later(Function):
 
 
 def later(weight: Tensor) -> Tensor:
-    """The weight itself, for one `WeightLater` to read."""
+    """The weight itself, for a `WeightLater` to read."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     found: Tensor = _Later.apply(weight)
     return found
+
+
+def itself(weight: Tensor) -> Tensor:
+    """`later` where nothing is put off."""
+    return weight
 
 
 class Product(Protocol):
@@ -204,11 +212,12 @@ class WeightLater:
         object.__setattr__(self, "__module__", __name__)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        put_off = getattr(weight.grad_fn, "put_off", None)
-        product = None if put_off is None else PRODUCTS[self.function](*args, **kwargs)
+        put_off: Any = getattr(weight.grad_fn, "put_off", None)
+        product = None if put_off is None or put_off.read else PRODUCTS[self.function](*args, **kwargs)
         batched = weight.dim() in (2, x.dim())  # a convolution may read one sample without a batch dim
         if product is None or not (batched and x.numel()):
             return self.function(x, weight, bias, *args, **kwargs)
+        put_off.read = True
         given = (None if item is None else as_autocast_does(item) for item in (x, weight, bias))
         found: Tensor = _Apart.apply(*given, put_off, product)
         return found

@@ -112,11 +112,30 @@ def test_the_gradient_is_computed_while_the_sum_is_under_way(monkeypatch: pytest
         torch.testing.assert_close(tensor.grad, want)
 
 
+def test_a_second_reader_takes_autograds_way() -> None:
+    x, weight = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    own, layer = later(weight), WeightLater(F.linear)
+    found = torch.autograd.grad((layer(x, own) * layer(x.tanh(), own)).sum(), (x, weight))
+    wanted = torch.autograd.grad((F.linear(x, weight) * F.linear(x.tanh(), weight)).sum(), (x, weight))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_only_the_input_is_asked_for() -> None:
     function, tensors, rest = made("linear")
     out = WeightLater(function)(tensors[0], later(tensors[1]), tensors[2], *rest)
     (got,) = torch.autograd.grad(out.sum(), tensors[:1])
     torch.testing.assert_close(got, torch.autograd.grad(function(*tensors, *rest).sum(), tensors[:1])[0])
+
+
+def test_a_weight_of_one_channel_keeps_its_strides() -> None:
+    """torch's convolutions in float64 refuse others on the CPU."""
+    weight = torch.randn(1, 3, 3, 3, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    own = later(weight.requires_grad_())
+    assert own.stride() == weight.stride() == (27, 1, 9, 3)
+    out = WeightLater(torch.conv2d)(x.requires_grad_(), own)
+    torch.testing.assert_close(gradients(out, [weight]), gradients(torch.conv2d(x, weight), [weight]))
 
 
 def test_what_does_not_learn_is_read_as_it_is() -> None:

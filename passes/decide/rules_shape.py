@@ -35,8 +35,8 @@ MOST_RUNS = 16
 
 
 def reshape(node: fx.Node, ask: Ask) -> Row:
-    """reshape, flatten, unflatten, view: the channels must be the outermost part of what is merged or split, or, where
-    all is merged into one dim, behind a few others (query, key, value)."""
+    """reshape, flatten, unflatten, view: the channels must be the outermost part of what is merged or split, or lie
+    behind a few others (query, key, value)."""
     x = argument(node, 0, "input")
     lane, before, after = ask.need(x), facts.need(x, Value), next(results(node)).shape
     if 0 in before.shape:
@@ -49,16 +49,20 @@ def reshape(node: fx.Node, ask: Ask) -> Row:
 
 
 def _merged_behind(lane: Sharded, before: Value, after: Sequence[int], source: range, target: range) -> Sharded | None:
-    """The lane of a dim merged into those outside it: as many runs of it as these have places."""
+    """The lane of a dim merged into those outside it: as many runs of it as these have places, which may be split again
+    (query, key, value and heads into as many heads). None where it is the outermost."""
     outside = [dim for dim in source if dim < lane.dim]
-    outer, own = prod(before.shape[dim] for dim in outside), [dim for dim in target if after[dim] != 1]
+    outer = prod(before.shape[dim] for dim in outside)
     if outer == 1:
         return None
+    if any(before.slopes[dim] for dim in outside):
+        raise Declined("the sharded dim is merged into a dim outside it that grows with the batch")
     inner = prod(before.shape[dim] for dim in source if dim > lane.dim)
-    runs = Deal.repeated(scaled(lane.pieces, inner), outer, before.shape[lane.dim] * inner)
-    if len(own) != 1 or any(before.slopes[dim] for dim in outside) or any(len(held) > MOST_RUNS for held in runs):
-        raise Declined("the sharded dim is merged into a dim outside it")
-    return Sharded(own[0], runs)
+    size = before.shape[lane.dim] * inner
+    runs = Deal.repeated(scaled(lane.pieces, inner), outer, size)
+    if any(len(held) > MOST_RUNS for held in runs):
+        raise Declined(f"the sharded dim is merged into a dim outside it: a rank would hold more than {MOST_RUNS} runs")
+    return _regroup(Sharded(0, runs), (outer * size,), after, range(1), target)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from snnpart.costs import MachineProfile
 from snnpart.graph import LeafInfo, copied
-from snnpart.passes.rewrite.channels_last import channels_last
+from snnpart.passes.rewrite.channels_last import ranks_channels_last
 from snnpart.passes.rewrite.fold_norms import fold_norms
 from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
 from snnpart.passes.rewrite.pack_saved import pack_saved
@@ -44,25 +44,36 @@ class Kernels:
         apart = self.plan.tp == 1 and self.plan.batchnorm != "sync"
         return "measured" if self.plan.fuse == "auto" and apart else "kernel"
 
-    def prepare(self, graphs: Sequence[fx.Graph]) -> tuple[fx.Graph | None, ...]:
+    def prepare(self, ranks: Sequence[Sequence[fx.Graph]]) -> list[tuple[fx.Graph | None, ...]]:
         """Fuse neurons, lay images out, and have places and spikes kept as bits, as the plan says, in place.
 
+        Args:
+            ranks: the stages' graphs of each tp rank; ranks with the same ones are there once.
+
         Returns:
-            the graphs of evaluations, where they are others than those of training.
+            each rank's graphs of evaluations, where they are others than those of training.
         """
-        for graph in graphs:
-            if self.plan.fuse:
-                state = self.plan.neuron_dtype
-                found = fuse_neurons(graph, self.leaves, self.profile, state=state, way=self._way)
-                self.stays = tuple(dict.fromkeys((*self.stays, *found)))
-        evaluations = [self._for_evaluation(graph) for graph in graphs]
-        for graph in (*graphs, *filter(None, evaluations)):
-            if self.plan.channels_last:
-                self.weights |= channels_last(graph)
-                pool_codes(graph)
+        graphs = [graph for own in ranks for graph in own]
+        for graph in graphs if self.plan.fuse else ():
+            state = self.plan.neuron_dtype
+            found = fuse_neurons(graph, self.leaves, self.profile, state=state, way=self._way)
+            self.stays = tuple(dict.fromkeys((*self.stays, *found)))
+        evaluations = [tuple(self._for_evaluation(graph) for graph in own) for own in ranks]
+        if self.plan.channels_last:
+            for training, others in zip(zip(*ranks, strict=True), zip(*evaluations, strict=True), strict=True):
+                self._lay_out(training, others)
         for graph in graphs if self.plan.saved == "packed" else ():
             pack_saved(graph)
-        return tuple(evaluations)
+        return evaluations
+
+    def _lay_out(self, training: Sequence[fx.Graph], evaluations: Sequence[fx.Graph | None]) -> None:
+        """One stage's graphs over its ranks. Nothing is done where only some have one of their own for evaluations:
+        they run it together with the others' graphs of training."""
+        own = [graph for graph in evaluations if graph is not None]
+        for graphs in (training, own) if len(own) in (0, len(training)) else ():
+            self.weights |= ranks_channels_last(graphs)
+            for graph in graphs:
+                pool_codes(graph)
 
     def _for_evaluation(self, graph: fx.Graph) -> fx.Graph | None:
         if self.plan.numerics != "fold":

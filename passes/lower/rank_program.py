@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
-
 from snnpart import facts
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Sharded
@@ -45,14 +43,15 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
     schedule = make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)
     tensors = local_tensors(source)
     programs: dict[tuple[int, int], StageProgram] = {}
-    cuts: dict[int, tuple[StageGraph, ...]] = {}
-    evaluations: dict[int, tuple[fx.Graph | None, ...]] = {}
     kernels = Kernels(plan, source.leaves, profile)
-    for rank in range(plan.tp):
-        same = twin(source, rank)
-        if same not in cuts:
-            cuts[same] = cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count, source.kept)
-            evaluations[same] = kernels.prepare([cut.graph for cut in cuts[same]])
+    twins = [twin(source, rank) for rank in range(plan.tp)]
+    cuts = {
+        rank: cut_stages(shard_for_rank(source, plan.tp, rank, profile), plan.stage_count, source.kept)
+        for rank in dict.fromkeys(twins)
+    }
+    prepared = kernels.prepare([[cut.graph for cut in own] for own in cuts.values()])
+    evaluations = dict(zip(cuts, prepared, strict=True))
+    for rank, same in enumerate(twins):
         cuts[rank] = cuts[same]
         held = _tensors_of_stages(source, plan, cuts[rank])
         holders = {name: tuple(s for s, names in enumerate(held) if name in names) for name in plan.tied}
@@ -62,11 +61,12 @@ def lower(graph: SpikeGraph, plan: Plan, *, profile: MachineProfile) -> Compiled
             )
             program = _program(source, plan, cuts[rank][stage], slices, schedule, (stage, rank), profile)
             programs[stage, rank] = replace(program, evaluation=evaluations[same][stage])
+    notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
+    programs = take_rounds(programs, plan)
     if plan.tp > 1 and not plan.splits_backward:
         for stage in range(plan.stage_count):
-            put_weights_off([cuts[rank][stage].graph for rank in range(plan.tp)])
-    notices = (*kernels.notices, *source.notes.get(MADE_BY, "").splitlines())
-    stages = with_units(take_rounds(programs, plan), plan)
+            put_weights_off([programs[stage, rank].graph for rank in range(plan.tp)])
+    stages = with_units(programs, plan)
     return CompiledProgram(source=source, plan=plan, stages=stages, schedule=schedule, notices=notices)
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from snnpart import facts
 from snnpart.facts import Gathers
+from snnpart.ops_later import later
 from snnpart.ops_time import leaf_paths
 from snnpart.passes.analyze.kinds import VIEWS, name_of
 from snnpart.passes.decide.stages import lookup
@@ -68,8 +69,13 @@ def read_rounded(graph: fx.Graph) -> frozenset[str]:
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            found.setdefault(str(node.target), []).extend(node.users)
+            found.setdefault(str(node.target), []).extend(_users(node))
     return frozenset(name for name, users in found.items() if len(users) == 1 and name_of(users[0]) in _ROUNDED)
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Who reads a tensor, also what reads it through `later`."""
+    return [reader for user in node.users for reader in (user.users if user.target is later else [user])]
 
 
 def readers(graph: fx.Graph, unit_of: Mapping[str, int]) -> Iterable[tuple[fx.Node, frozenset[int]]]:

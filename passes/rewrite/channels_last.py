@@ -13,6 +13,7 @@ Weights of convolutions over images are kept in the same order (`TensorSlice.cha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,19 +33,45 @@ _OVER_SEQUENCES = (torch.conv1d, F.conv1d)
 _KEEPING = (ops.batch_norm, ops.batch_norm_copies, *ops_time.TIME_OPS, *ops.COLLECTIVES)
 
 
+def ranks_channels_last(graphs: Sequence[fx.Graph]) -> frozenset[str]:
+    """`channels_last` of the graphs that the tp ranks run of one stage, which must agree on what they send.
+
+    Sizes say less on a rank with a single channel, where what is broadcast over channels looks like all others: the
+    first rank's graph decides. Where a rank has no channels of a layer, and so other nodes, none is changed.
+    """
+    alike = len({len(graph.nodes) for graph in graphs}) == 1  # there are graphs, and they have the same nodes
+    if not alike or any(node.target is ops.vacant for graph in graphs for node in graph.nodes):
+        return frozenset()
+    weights, decided = _laid_out(graphs[0])
+    for graph in graphs[1:]:
+        _laid_out(graph, decided)
+    return weights
+
+
 def channels_last(graph: fx.Graph) -> frozenset[str]:
     """Put the convolutional regions of a stage graph into channels-last, in place; the weights that should lie so."""
+    return _laid_out(graph)[0]
+
+
+Decided = list["int | None"]
+"""For each node of a graph, in order, how many dims its result has behind its channels, if it lies with them last."""
+
+
+def _laid_out(graph: fx.Graph, like: Decided | None = None) -> tuple[frozenset[str], Decided]:
     regions = _Regions(graph)
     weights: set[str] = set()
-    for node in list(graph.nodes):
+    order = list(graph.nodes)
+    decided: Decided = []
+    for place, node in enumerate(order):
         if _convolves(node, _OVER_SEQUENCES, 3):
             regions.enter_sequence(node)
         elif _convolves(node, _CONVOLUTIONS, 4):
             regions.enter(node)
             weights |= {str(item.target) for item in node.args[1:2] if isinstance(item, fx.Node) and _is_read(item)}
         else:
-            regions.see(node)
-    return frozenset(weights)
+            regions.see(node, _kept(node, regions.places) if like is None else like[place])
+        decided.append(regions.places.get(node))
+    return frozenset(weights), decided
 
 
 @dataclass
@@ -57,9 +84,9 @@ class _Regions:
     converted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     raised: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def see(self, node: fx.Node) -> None:
-        """Note whether the node's result lies so. A collective is told which dim lies last, as what it sends does."""
-        if (places := _kept(node, self.places)) is None:
+    def see(self, node: fx.Node, places: int | None) -> None:
+        """Note that the node's result lies so. A collective is told which dim lies last, as what it sends does."""
+        if places is None:
             return
         self.places[node] = places
         if node.target in ops.COLLECTIVES:
@@ -81,7 +108,7 @@ class _Regions:
         image = _made(self.graph, node, torch.conv2d, args, _raised(value), node)
         self.enter(image)
         flat = _made(self.graph, node, torch.squeeze, (image, 2), value, node)
-        self.see(flat)
+        self.see(flat, _kept(flat, self.places))
         node.replace_all_uses_with(flat)
         self.graph.erase_node(node)
 
@@ -96,7 +123,7 @@ class _Regions:
         if sequence not in self.raised:
             value = _raised(facts.need(sequence, Value))
             self.raised[sequence] = _made(self.graph, at, torch.unsqueeze, (sequence, 2), value, sequence)
-            self.see(self.raised[sequence])
+            self.see(self.raised[sequence], _kept(self.raised[sequence], self.places))
         return self.raised[sequence]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from snnpart import facts
-from snnpart.facts import Placement, Sharded, Spread, Value
+from snnpart.facts import Placement, Sharded, Spread, Value, Values
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _GROUPS = 6
@@ -71,13 +71,21 @@ def _expand(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
 
 
 def _split(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
-    """Sizes of the parts, where they are parts of the sharded dim."""
+    """Sizes of the parts, where they are parts of the sharded dim: each, for a rank may have nothing of them."""
     dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    sizes: Any = node.args[1]
     if dim % len(facts.need(node.all_input_nodes[0], Value).shape) != spread.dim:
         return node.args, dict(node.kwargs)
-    local = spread.size(rank)
-    return (node.args[0], local if isinstance(sizes, int) else [local] * len(sizes), *node.args[2:]), dict(node.kwargs)
+    parts = len(facts.need(node, Values).items)
+    return (node.args[0], [spread.size(rank)] * parts, *node.args[2:]), dict(node.kwargs)
+
+
+def _squeeze(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
+    """The dims by name: on a rank with one channel they are not those of size 1."""
+    if len(node.args) > 1 or node.kwargs:
+        return node.args, dict(node.kwargs)
+    value = facts.need(node.all_input_nodes[0], Value)
+    sizes = enumerate(zip(value.shape, value.slopes, strict=True))
+    return (node.args[0], tuple(dim for dim, (size, slope) in sizes if size == 1 and not slope)), {}
 
 
 def _group_norm(node: fx.Node, spread: Sharded, rank: int) -> Arguments:
@@ -98,6 +106,7 @@ _SIZES: Mapping[Any, Callable[[fx.Node, Sharded, int], Arguments]] = {
     torch.reshape: _reshape,
     torch.unflatten: _unflatten,
     torch.split: _split,
+    torch.squeeze: _squeeze,
     torch.group_norm: _group_norm,
     F.group_norm: _group_norm,
 }

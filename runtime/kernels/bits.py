@@ -51,7 +51,8 @@ def unpack_into(planes: Tensor, out: Tensor, states: States) -> None:
     if elements:
         wire = out.view(torch.uint8) if out.dtype is torch.bool else out
         run, apart = elements // out.shape[0], out.stride(0)
-        _unpack[(triton.cdiv(size, BLOCK),)](planes, wire, elements, size, run, apart, low, planes.shape[0], BLOCK)
+        grid, short = (triton.cdiv(size, BLOCK),), run + 8 * BLOCK < 2**31
+        _unpack[grid](planes, wire, elements, size, run, apart, low, planes.shape[0], BLOCK, short)
 
 
 if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
@@ -67,7 +68,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
             tl.store(planes + plane * size + byte, tl.sum(bit, axis=1).to(tl.uint8), mask=byte < size)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _unpack(planes, out, elements, size, run, apart, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _unpack(planes, out, n, size, run, apart, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
         first = tl.program_id(0).to(tl.int64) * BLOCK
         byte = first + tl.arange(0, BLOCK)
         place = tl.arange(0, 8)
@@ -76,9 +77,11 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         for plane in tl.static_range(WIDTH):
             held = tl.load(planes + plane * size + byte, mask=byte < size, other=0).to(tl.int32)
             code |= ((held[:, None] >> place[None, :]) & 1) << plane
-        # one division of 64 bits a program, the others are of 32
+        # one division of 64 bits a program; the others are of 32, if a run is not longer
         row = first * 8 // run
-        inside = (first * 8 - row * run + (at - first * 8)).to(tl.int32)
+        inside = first * 8 - row * run + (at - first * 8)
+        if SHORT:
+            inside = inside.to(tl.int32)
         more = inside // run
         to = (row + more) * apart + (inside - more * run)
-        tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=at < elements)
+        tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=at < n)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from snnpart import compat
 from snnpart.costs import keep, user_cache
 
 _WARM, _TIMED = 3, 10
@@ -104,11 +105,13 @@ def cuda_seconds(way: Way) -> float:
 
 
 def _captured(way: Way) -> Way | None:
-    graph = torch.cuda.CUDAGraph()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             way()
     except RuntimeError as error:
+        torch.cuda.set_stream(before)  # torch does not leave the capture's stream when the capture cannot be ended
+        compat.end_failed_capture(before.device)
         _log.info("timed without a CUDA graph: %s", error)
         return None
     return graph.replay

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from snnpart import compat
+from snnpart import compat, parallelize
 from snnpart.ops_later import PutOff
 from snnpart.runtime.buckets import Buckets
 from snnpart.runtime.launch import launch
@@ -17,6 +18,7 @@ from tests.distributed.cases import CASES
 from tests.distributed.compiled import compile_case
 from tests.distributed.jobs import dp_share
 from tests.distributed.jobs_execution import OPTIMIZERS
+from tests.distributed.layout_nets import images, loss_fn, made
 
 
 def reductions(name: str, execution: str, **topology: Any) -> list[str]:
@@ -65,36 +67,39 @@ def reductions(name: str, execution: str, **topology: Any) -> list[str]:
     return log
 
 
-def sums_of_gradients(name: str, execution: str, **topology: Any) -> list[str]:
+def sums_of_gradients(execution: str, **options: Any) -> list[str]:
     """What the backward of the second step does: `sum` is begun over tp, `weight`: a gradient that was put off is
     computed, `wait`: for the sum."""
-    case, log = CASES[name], list[str]()
-    exchange, compute = dist.all_to_all_single, PutOff.compute
+    log = list[str]()
+    exchange, reduce, compute = dist.all_to_all_single, dist.all_reduce, PutOff.compute
 
     class Watched:
         def __init__(self, work: Any) -> None:
+            log.append("sum")
             self.work = work
 
         def wait(self) -> None:
             log.append("wait")
             self.work.wait()
 
-    def watched_exchange(*args: Any, **options: Any) -> Any:
-        log.append("sum")
-        return Watched(exchange(*args, **options))
+    def watched_reduce(*args: Any, **given: Any) -> Any:
+        work = reduce(*args, **given)
+        return Watched(work) if given.get("async_op") else work
 
     def watched_compute(self: PutOff) -> None:
         log.append("weight" if self._how is not None else "")
         compute(self)
 
-    dist.all_to_all_single, PutOff.compute = watched_exchange, watched_compute  # type: ignore[assignment, method-assign]
+    dist.all_to_all_single = lambda *args, **given: Watched(exchange(*args, **given))
+    dist.all_reduce, PutOff.compute = watched_reduce, watched_compute  # type: ignore[method-assign]
     try:
-        running = launch(compile_case(case, **topology), optimizer=OPTIMIZERS["sgd"], execution=execution)
-        x, y = case.batches()[0]
+        x = images()
+        program = parallelize(made("masked"), example_inputs=x, tp=2, verify="off", **options)
+        running: Any = program.launch(OPTIMIZERS["sgd"], execution=execution)
         for _ in range(2):
             log.clear()
-            running.train_step(x, y, case.loss_fn(x.shape[case.batch_dim]))
+            running.train_step(x, torch.zeros(len(x)), loss_fn)
         running.close()
     finally:
-        dist.all_to_all_single, PutOff.compute = exchange, compute  # type: ignore[method-assign]
+        dist.all_to_all_single, dist.all_reduce, PutOff.compute = exchange, reduce, compute  # type: ignore[method-assign]
     return [entry for entry in log if entry]

@@ -37,9 +37,14 @@ def test_with_several_stages_a_rank_once_a_step(pool: Pool, schedule: str) -> No
 
 
 @pytest.mark.parametrize("execution", ["eager", "cuda_graph"])
-def test_over_tp_gradients_of_weights_are_computed_while_those_of_inputs_are_summed(pool: Pool, execution: str) -> None:
+@pytest.mark.parametrize("first", ["column", "replicate"])
+def test_over_tp_gradients_of_weights_are_computed_while_those_of_inputs_are_summed(
+    pool: Pool, first: str, execution: str
+) -> None:
+    """What the second layer reads was gathered, or is whole on every rank."""
+    shard = {"first": first, "second": "column", "head": "replicate"}
     job = "tests.distributed.jobs_overlap:sums_of_gradients"
-    for log in pool.run(job, ranks=2, name="mobile", execution=execution, tp=2):
+    for log in pool.run(job, ranks=2, execution=execution, shard=shard):
         text = "".join(f"{entry} " for entry in log)
         assert "sum weight wait" in text
         assert re.sub(r"sum (weight )*wait ", "", text) == ""

@@ -72,6 +72,7 @@ FOLLOW: dict[str, Callable[..., Tensor]] = {
     "pad": lambda m, y: F.pad(y, (1, 1, 0, 2)),
     "flatten": lambda m, y: y.flatten(1) ** 2,
     "flatten behind rows": lambda m, y: y.permute(0, 2, 1, 3).flatten(1) * 2,
+    "flatten behind rows and split": lambda m, y: y.transpose(1, 2).reshape(-1, 3, 14, 6).pow(2),
     "queries, keys and values": lambda m, y: torch.mul(*torch.stack([y, y.tanh()], 1).flatten(1, 2).chunk(2, 1)),
     "reshape": lambda m, y: y.reshape(y.shape[0], 7, 36).pow(2),
     "unflatten batch": lambda m, y: y.unflatten(0, (1, -1)) * 2,
@@ -80,6 +81,8 @@ FOLLOW: dict[str, Callable[..., Tensor]] = {
     "movedim": lambda m, y: y.movedim(1, 0) * 2,
     "unsqueeze": lambda m, y: y.unsqueeze(0).unsqueeze(-1) * 2,
     "squeeze": lambda m, y: y.unsqueeze(0).squeeze(0) * 2,
+    "squeeze all": lambda m, y: y.mean(2, keepdim=True).squeeze() * 2,
+    "split": lambda m, y: torch.mul(*torch.cat([y, y.tanh()], 2).split(6, 2)),
     "cat channels": lambda m, y: torch.cat([y, 2 * y], 1),
     "cat rows": lambda m, y: torch.cat([y, 2 * y], 2),
     "stack": lambda m, y: torch.stack([y, 2 * y]),
@@ -107,9 +110,8 @@ DECLINE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "softmax of channels": (lambda m, y: y.softmax(1), "works along the sharded dim"),
     "flip of channels": (lambda m, y: y.flip(1), "works along the sharded dim"),
     "slice of channels": (lambda m, y: y[:, 1:4], "indexes the sharded dim"),
-    "flatten with the batch": (lambda m, y: y.flatten(0, 1), "merged into a dim outside it"),
-    "flatten to many runs": (lambda m, y: y.permute(0, 2, 3, 1).flatten(1), "merged into a dim outside it"),
-    "flatten and split": (lambda m, y: y.transpose(1, 2).reshape(-1, 3, 14, 6), "merged into a dim outside it"),
+    "flatten with the batch": (lambda m, y: y.flatten(0, 1), "merged into a dim outside it that grows"),
+    "flatten to many runs": (lambda m, y: y.permute(0, 2, 3, 1).flatten(1), "would hold more than 16 runs"),
     "pool of channels": (lambda m, y: F.avg_pool1d(y.mean((2, 3)), 3), "pools over the sharded dim"),
     "unknown operation": (lambda m, y: torch.special.i0(y), "not in the sharding table"),
     "coupling surrogate": (lambda m, y: Cross.apply(y), "not seen to treat every element by itself"),
@@ -139,6 +141,20 @@ def test_an_operation_follows_its_sharded_input(name: str) -> None:
     for user in conv.users:
         assert facts.need(user, Placement).rule in ("shard", "group", "row"), program.source.notes
     assert_parity(module, inputs, program)
+
+
+@pytest.mark.parametrize("tp", [6, 8])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda m, y: y.mean(2, keepdim=True).squeeze() * 2,
+        lambda m, y: torch.mul(*torch.stack([y, y.tanh()], 1).flatten(1, 2).split(7, 1)),
+    ],
+    ids=["squeeze", "split"],
+)
+def test_on_ranks_with_one_channel_or_none_too(operation: Callable[..., Tensor], tp: int) -> None:
+    """Sizes say something else there."""
+    assert_parity(*_sharded(operation, tp))
 
 
 @pytest.mark.parametrize("name", sorted(DECLINE))

@@ -14,6 +14,7 @@ from snnpart.compilation import Options, compile_program
 from snnpart.facts import Value
 from snnpart.graph import Body
 from snnpart.program import CompiledProgram
+from tests.distributed.layout_nets import NETS, images, made
 from tests.layouts import LayoutChanges
 
 
@@ -137,6 +138,19 @@ def test_collectives_hand_the_layout_on_and_send_in_it() -> None:
     sent = [node for node in graph.nodes if node.target in ops.COLLECTIVES]
     assert sent and all(node.kwargs == {"last": 1} for node in sent if len(facts.need(node, Value).shape) == 4)
     assert len(conversions(graph)) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("net", NETS)
+def test_all_ranks_send_in_the_same_order(net: str, ranks: int) -> None:
+    """Where a rank has one channel, or none, too: their graphs keep the same nodes."""
+    options = Options(tp=ranks, channels_last=True)
+    program, report = compile_program(made(net), images(), options)
+    assert report is not None
+    graphs = [program.stages[0, rank].graph for rank in range(ranks)]
+    sent = [[(node.name, node.kwargs) for node in graph.nodes if node.target in ops.COLLECTIVES] for graph in graphs]
+    assert sent[0] and all(own == sent[0] for own in sent)
+    assert len({len(graph.nodes) for graph in graphs}) == 1
 
 
 def test_a_plan_that_does_not_say_so_changes_nothing() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from spikingjelly.activation_based.neuron import IFNode
 from torch import Tensor, fx, nn
 
 from snnpart import text
 from snnpart.compilation import Options, compile_program
 from snnpart.ops_later import WeightLater, later
+from snnpart.passes.lower.units import read_rounded
 from snnpart.program import CompiledProgram
 
 
@@ -77,16 +79,67 @@ def test_a_weight_that_is_computed_or_frozen_is_left_alone(model: nn.Module) -> 
     assert report is not None
 
 
+class Spikes(nn.Module):
+    """[N, 4, 6, 6] -> [N, 6]: the layers after the first read spikes, which can be kept as bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 6)
+        self.neuron = IFNode(v_threshold=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.neuron(self.first(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"tp": 1}, {"pp": 2, "schedule": "zbv", "microbatches": 2, "tp": 2}, {"saved": "packed"}],
-    ids=["one rank", "backward in halves", "inputs kept as bits"],
+    ("model", "options"),
+    [(Net(), {"tp": 1}), (Net(), {"pp": 2, "schedule": "zbv", "microbatches": 2})],
+    ids=["one rank", "backward in halves"],
 )
-def test_where_nothing_is_put_off(options: dict[str, Any]) -> None:
-    """With one rank there is no sum, a schedule with halves puts off itself, and real inputs are not packed."""
-    graphs = [stage.graph for stage in compiled(Net(), verify="off", **options)[0].stages.values()]
-    wanted = ["second.weight", "hidden.weight", "head.weight"] if "saved" in options else []
-    assert [name for graph in graphs[:1] for name in put_off(graph)] == wanted
+def test_where_nothing_is_put_off(model: nn.Module, options: dict[str, Any]) -> None:
+    """With one rank there is no sum, and a schedule with halves puts off itself."""
+    program, _ = compiled(model, verify="off", **options)
+    assert [name for stage in program.stages.values() for name in put_off(stage.graph)] == []
+
+
+def test_layers_that_keep_their_input_as_bits_are_left_alone() -> None:
+    shard = {"first": "column", "second": "column", "head": "column"}
+    names = {
+        how: put_off(compiled(Spikes(), shard=shard, saved=how)[0].stages[0, 0].graph) for how in ("plain", "packed")
+    }
+    assert names == {"plain": ["second.weight", "head.weight"], "packed": ["head.weight"]}
+
+
+class Rounds(nn.Module):
+    """[N, 4] -> [6, N, 4]: three layers with states of their own between, over six steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, w = (torch.zeros(x.shape[0], 6, dtype=x.dtype) for _ in range(2))
+        out = []
+        for t in range(6):
+            v = 0.5 * v + self.a(x * (1 + 0.1 * t))
+            w = 0.5 * w + self.b(torch.sigmoid(3 * v))
+            out.append(self.c(torch.sigmoid(3 * w)))
+        return torch.stack(out)
+
+
+def test_in_rounds_every_round_gives_its_gradient() -> None:
+    """A weight that is read in each round is not put off."""
+    x = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    program, report = compile_program(
+        Rounds().double(), x, Options(tp=2, fold=2, shard={"a": "column", "b": "column", "c": "column"})
+    )
+    assert report is not None and program.plan.fold == 2
+    assert put_off(program.stages[0, 0].graph) == []
+
+
+def test_a_weight_that_autocast_rounds_is_gathered_so() -> None:
+    graph = compiled(Net())[0].stages[0, 0].graph
+    assert {"second.weight", "hidden.weight", "head.weight"} <= read_rounded(graph)
 
 
 def test_a_rank_without_channels_keeps_the_nodes_of_the_others() -> None:

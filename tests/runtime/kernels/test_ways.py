@@ -194,7 +194,9 @@ def test_a_compiled_region_is_the_region(make: Callable[[], nn.Module]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_the_host_takes_does_not_count() -> None:
-    x = torch.zeros(8, device="cuda")
+    x, stream = torch.zeros(8, device="cuda"), torch.cuda.current_stream()
     assert cuda_seconds(lambda: (time.sleep(2e-3), x.add_(1))) < 1e-3
     assert cuda_seconds(lambda: (time.sleep(2e-3), x.sum().item())) > 2e-3
     assert float(x[0]) > 3
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(3, device="cuda").shape == (3,)

@@ -1,0 +1,48 @@
+"""Networks over images of which ranks see other sizes, or have other nodes: [N, 3, 6, 6] -> [N, 4]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Masked(nn.Module):
+    """Three channels are masked by one of images: on a rank with a single channel both have the same shape."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 4, 3, padding=1)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x)) * torch.sigmoid(x.mean(1, keepdim=True))
+        return self.head(torch.tanh(self.second(y)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Grouped(nn.Module):
+    """Three groups, of which a fourth rank has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=3)
+        self.third, self.head = nn.Conv2d(6, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+NETS: dict[str, type[nn.Module]] = {"masked": Masked, "grouped": Grouped}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETS[name]().double()
+
+
+def images() -> Tensor:
+    return torch.linspace(0, 1, 4 * 3 * 36, dtype=torch.float64).sin().view(4, 3, 6, 6)
+
+
+def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+    return (out * torch.linspace(-1, 2, 4, dtype=out.dtype)).sum(-1).square().mean()
