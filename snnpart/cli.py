@@ -186,7 +186,8 @@ def _trace(model: nn.Module, inputs: tuple[Any, ...], dims: dict[str, Any], time
 def _find_layout(model: nn.Module, inputs: tuple[Any, ...], asked: Network) -> tuple[nn.Module, dict[str, Any]]:
     """The model in the step mode that goes with the layout, and `input_layout` or `in_dims` for `parallelize`."""
     if asked.layout is not None:
-        set_step_mode(model, "T" in asked.layout and asked.time_steps is None)
+        if "T" in asked.layout or asked.time_steps is not None:  # else the model makes its steps itself
+            set_step_mode(model, asked.time_steps is None)
         return model, {"input_layout": asked.layout}
     if asked.in_dims is not None:
         return model, {"in_dims": asked.in_dims}

@@ -82,6 +82,13 @@ def test_two_layouts_that_work_are_refused(capsys: pytest.CaptureFixture[str]) -
     assert "error: the inputs can be read in several layouts" in err and "valid: batch first, TNC" in err
 
 
+def test_a_model_that_repeats_the_image_itself_keeps_its_step_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("spikingjelly")
+    model = "snnpart.vision.recipes:sew_resnet18"
+    code, out, _ = run(capsys, "trace", model, "--input", "float32[2,3,32,32]", "--layout", "NCHW")
+    assert code == 0 and "float32[4, 2+n, 512, 1, 1]" in out
+
+
 def test_step_mode_follows_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("spikingjelly")
     model = "spikingjelly.activation_based.model.parametric_lif_net:MNISTNet"
