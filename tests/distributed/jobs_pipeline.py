@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from snnpart import compat
 from snnpart.api import parallelize
 from snnpart.errors import LaunchError
 from snnpart.program import StageProgram
@@ -156,7 +157,7 @@ def _capture_in_vain(running: RunningProgram, text: str) -> None:
             time.sleep(3.0)
 
     with mock.patch.object(step, "capture", works if dist.get_rank() == 0 else fails):
-        with mock.patch.multiple(captures, stream="a stream", _end_capture=lambda: None):
+        with mock.patch.object(captures, "stream", "a stream"), mock.patch.object(compat, "end_failed_capture"):
             assert not captures.capture(step)
 
 
