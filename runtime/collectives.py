@@ -125,11 +125,12 @@ def scatter_sum_over(
 ) -> Tensor:
     """This rank's pieces of `dim` of the sum of x over the ranks, contiguous, or with the dim `last` behind the others.
     Not differentiable. `meanwhile` is called while the sum is under way."""
-    order, sizes, me = _Order(x.shape, dim, last), _sizes(pieces), axis.index
-    own, memory = order.new(x, sizes[me])
+    x = x.detach()
     if axis.group is None:
-        return own.copy_(select_pieces(x.detach(), dim, pieces[me]))
-    source = order.runs(x.detach())
+        return _own(x, axis, dim, pieces, last)
+    order, me = _Order(x.shape, dim, last), axis.index
+    own, memory = order.new(x, _sizes(pieces)[me])
+    source = order.runs(x)
     if over_nccl(axis, x.device):
         _scattered(source, axis, pieces, memory, meanwhile)
     elif x.device.type == "cpu":
@@ -276,9 +277,8 @@ class _AllGather(Function):
 
 def _own(x: Tensor, axis: Axis, dim: int, pieces: Sequence[Pieces], last: int | None) -> Tensor:
     """A copy of this rank's pieces."""
-    order, held = _Order(x.shape, dim, last), pieces[axis.index]
-    own, _ = order.new(x, sum(stop - start for start, stop in held))
-    return own.copy_(select_pieces(x, dim, held))
+    own, _ = _Order(x.shape, dim, last).new(x, _sizes(pieces)[axis.index])
+    return own.copy_(select_pieces(x, dim, pieces[axis.index]))
 
 
 class _Shard(Function):

@@ -121,6 +121,12 @@ def batch_norm_copies(
     return y
 
 
+def name_target(target: Any, name: str, module: str, qualname: str = "") -> None:
+    """Give an instance that a graph calls the three names by which fx prints a target and analyses know it."""
+    for key, value in (("__name__", name), ("__module__", module), ("__qualname__", qualname or name)):
+        object.__setattr__(target, key, value)
+
+
 @dataclass(frozen=True)
 class Surrogate:
     """Calls `function.apply`: one node with the class's own forward and backward."""
@@ -128,13 +134,8 @@ class Surrogate:
     function: type[torch.autograd.Function]
 
     def __post_init__(self) -> None:
-        """fx prints a target by these three names, which an instance does not have by itself."""
-        for name, value in (
-            ("__name__", self.function.__name__),
-            ("__module__", self.function.__module__),
-            ("__qualname__", f"{self.function.__qualname__}.apply"),
-        ):
-            object.__setattr__(self, name, value)
+        own = self.function
+        name_target(self, own.__name__, own.__module__, f"{own.__qualname__}.apply")
 
     def __call__(self, *args: Any) -> Any:
         return self.function.apply(*args)

@@ -54,9 +54,7 @@ class FusedNeuron(Nested):
     way: str = "kernel"
 
     def __post_init__(self) -> None:
-        """fx prints a target by these three names, which an instance does not have by itself."""
-        for name, value in (("__name__", "fused_neuron"), ("__module__", __name__), ("__qualname__", "fused_neuron")):
-            object.__setattr__(self, name, value)
+        ops.name_target(self, "fused_neuron", __name__)
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:

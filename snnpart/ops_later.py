@@ -12,7 +12,7 @@ calls `compute_put_off`, and then waits. autograd comes to `later` after it, bec
 nodes were made; were it there first, it would compute the gradient itself, so that nothing depends on the order.
 
 What is put off is found without the graph: a weak set of this process holds it. So it works in whatever order consumers
-come, and a step that breaks off leaves nothing behind.
+come, and what a step that breaks off has put off goes with its autograd graph.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from snnpart.compat import own_view
+from snnpart.ops import name_target
 from snnpart.ops_packed import as_autocast_does
 
 
@@ -206,10 +207,7 @@ class WeightLater:
     function: Callable[..., Tensor]
 
     def __post_init__(self) -> None:
-        """It goes by the function's name: analyses know the operation by it, and fx prints it."""
-        for name in ("__name__", "__qualname__"):
-            object.__setattr__(self, name, self.function.__name__)
-        object.__setattr__(self, "__module__", __name__)
+        name_target(self, self.function.__name__, __name__)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
         put_off: Any = getattr(weight.grad_fn, "put_off", None)

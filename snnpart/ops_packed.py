@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from snnpart import bits
 from snnpart.bits import States
+from snnpart.ops import name_target
 
 Pack = Callable[[Tensor, States], Tensor]
 Unpack = Callable[[Tensor, int, States, torch.dtype], Tensor]
@@ -49,10 +50,7 @@ class PackedInput:
     unpack: Unpack = bits.unpack
 
     def __post_init__(self) -> None:
-        """It goes by the function's name: analyses know the operation by it, and fx prints it."""
-        for name in ("__name__", "__qualname__"):
-            object.__setattr__(self, name, self.function.__name__)
-        object.__setattr__(self, "__module__", __name__)
+        name_target(self, self.function.__name__, __name__)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled() or not x.numel():

@@ -76,9 +76,7 @@ class Loop(Nested):
     together: int = 0
 
     def __post_init__(self) -> None:
-        """fx prints a target by these three names, which an instance does not have by itself."""
-        for name, value in (("__name__", "loop"), ("__module__", __name__), ("__qualname__", "loop")):
-            object.__setattr__(self, name, value)
+        ops.name_target(self, "loop", __name__)
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:

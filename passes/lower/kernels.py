@@ -9,7 +9,7 @@ from torch import fx
 
 from snnpart.costs import MachineProfile
 from snnpart.graph import LeafInfo, copied
-from snnpart.passes.rewrite.channels_last import ranks_channels_last
+from snnpart.passes.rewrite.channels_last import channels_last
 from snnpart.passes.rewrite.fold_norms import fold_norms
 from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
 from snnpart.passes.rewrite.pack_saved import pack_saved
@@ -71,7 +71,7 @@ class Kernels:
         they run it together with the others' graphs of training."""
         own = [graph for graph in evaluations if graph is not None]
         for graphs in (training, own) if len(own) in (0, len(training)) else ():
-            self.weights |= ranks_channels_last(graphs)
+            self.weights |= channels_last(graphs)
             for graph in graphs:
                 pool_codes(graph)
 

@@ -33,11 +33,13 @@ _OVER_SEQUENCES = (torch.conv1d, F.conv1d)
 _KEEPING = (ops.batch_norm, ops.batch_norm_copies, *ops_time.TIME_OPS, *ops.COLLECTIVES)
 
 
-def ranks_channels_last(graphs: Sequence[fx.Graph]) -> frozenset[str]:
-    """`channels_last` of the graphs that the tp ranks run of one stage, which must agree on what they send.
+def channels_last(graphs: Sequence[fx.Graph]) -> frozenset[str]:
+    """Put the convolutional regions of a stage into channels-last, in the graphs of its tp ranks, in place; the weights
+    that should lie so.
 
-    Sizes say less on a rank with a single channel, where what is broadcast over channels looks like all others: the
-    first rank's graph decides. Where a rank has no channels of a layer, and so other nodes, none is changed.
+    The ranks must agree on what they send. Sizes say less on a rank with a single channel, where what is broadcast over
+    channels looks like all others: the first rank's graph decides. Where a rank has no channels of a layer, and so
+    other nodes, none is changed.
     """
     alike = len({len(graph.nodes) for graph in graphs}) == 1  # there are graphs, and they have the same nodes
     if not alike or any(node.target is ops.vacant for graph in graphs for node in graph.nodes):
@@ -48,16 +50,12 @@ def ranks_channels_last(graphs: Sequence[fx.Graph]) -> frozenset[str]:
     return weights
 
 
-def channels_last(graph: fx.Graph) -> frozenset[str]:
-    """Put the convolutional regions of a stage graph into channels-last, in place; the weights that should lie so."""
-    return _laid_out(graph)[0]
-
-
 Decided = list["int | None"]
 """For each node of a graph, in order, how many dims its result has behind its channels, if it lies with them last."""
 
 
 def _laid_out(graph: fx.Graph, like: Decided | None = None) -> tuple[frozenset[str], Decided]:
+    """One graph, as its own sizes say or as was decided for another rank's."""
     regions = _Regions(graph)
     weights: set[str] = set()
     order = list(graph.nodes)
