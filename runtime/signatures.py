@@ -28,6 +28,8 @@ Specialise = Callable[[Any, bool], CompiledProgram]
 Signature = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], bool | None, int | None]
 """Sizes and dtypes (-1: any batch size), the mode where it matters, the batch size where the code compares it."""
 KEPT = 8
+FAR_MORE = 8
+"""Times as many samples as a program was planned for, from which on it is worth a notice."""
 Bound = Mapping[int, BoundStage]
 _log = logging.getLogger("snnpart")
 
@@ -43,6 +45,8 @@ class Signatures:
         self._others: OrderedDict[Signature, Bound] = OrderedDict()
         self._carrying: OrderedDict[tuple[Signature, bool], Bound] = OrderedDict()
         self.notices: list[str] = []
+        plan = compiled.plan
+        self._planned = -(-self._source.batch // plan.microbatches) if plan.tp * plan.pp > 1 else None
 
     def bound(self, inputs: Any, tensors: Sequence[Tensor], training: bool) -> Bound:
         """The graphs of this rank's stages for one microbatch.
@@ -56,9 +60,19 @@ class Signatures:
         """
         key = self._key([(tuple(x.shape), x.dtype) for x in tensors], training)
         batch = batch_size(tensors, self._source.inputs)
+        self._compare_with_plan(batch)
         found = self._of_signature(key, inputs, tensors, training)
         why = _network(found).misfit(batch)
         return self._of_signature((*key[:2], batch), inputs, tensors, training, f": {why}") if why else found
+
+    def _compare_with_plan(self, batch: int) -> None:
+        """Say once that decisions were made for far fewer samples: then messages and launches counted for more."""
+        if self._planned is not None and batch > FAR_MORE * self._planned:
+            self._note(
+                f"the plan was made for {self._planned} samples at a time, and {batch} come: give parallelize an "
+                "example_inputs= of the size of the batches, for which layers are shared and stages cut otherwise"
+            )
+            self._planned = None
 
     def _of_signature(
         self, key: Signature, inputs: Any, tensors: Sequence[Tensor], training: bool, why: str = ""
@@ -97,10 +111,12 @@ class Signatures:
                 where=f"network '{self._source.name}'",
                 fix="give inputs of that signature; a program loaded from disk cannot be traced for another one",
             )
-        notice = f"compiled again for {_text(key)}{why}"
-        self.notices.append(notice)
-        _log.info(notice)
+        self._note(f"compiled again for {_text(key)}{why}")
         return self._stage.bind(self._specialise(inputs, training), self._tp_rank)
+
+    def _note(self, text: str) -> None:
+        self.notices.append(text)
+        _log.info(text)
 
     def _key(self, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], training: bool) -> Signature:
         return _signature(self._source, inputs), training if self._source.training_specialised else None, None

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import compat, facts, hooks, simulate
@@ -33,6 +34,7 @@ from snnpart.passes.decide.microbatches import decide_microbatches
 from snnpart.passes.decide.rounds import decide_rounds, runs_in_rounds
 from snnpart.passes.lower import lower
 from snnpart.passes.rewrite.fold_time import FoldTime
+from snnpart.passes.rewrite.fuse_neurons import is_fused
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 from snnpart.passes.rewrite.unfold_feedback import UnfoldFeedback
 from snnpart.plan import Plan
@@ -125,7 +127,9 @@ def compile_program(
     graph = trace_network(model, inputs, options, model.training if training is None else training, plan)
     graph.kept = kept
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
-    records = PassManager((*_rewrites(options, plan), *analyses(profile))).run(graph)
+    kernels = _kernels(graph, options, plan)
+    fused = partial(is_fused, leaves=graph.leaves) if kernels["fuse"] else None
+    records = PassManager((*_rewrites(options, plan), *analyses(profile, fused))).run(graph)
     chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
     )
@@ -146,7 +150,7 @@ def compile_program(
         **sharding(options.shard),
     )
     folded = _fold(graph, options, decided, plan, profile)
-    decided = replace(decided, **_kernels(graph, options, plan), **_numbers(options, plan), fold=folded)
+    decided = replace(decided, **kernels, **_numbers(options, plan), fold=folded)
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
@@ -181,9 +185,9 @@ def _rewrites(options: Options, plan: Plan | None) -> list[Pass]:
     return rewrites
 
 
-def analyses(profile: MachineProfile) -> tuple[Pass, ...]:
-    """The analyses, with times for this machine."""
-    usual = tuple(AnalyzeCost(profile) if isinstance(item, AnalyzeCost) else item for item in ANALYZE)
+def analyses(profile: MachineProfile, fused: Callable[[fx.Node], bool] | None) -> tuple[Pass, ...]:
+    """The analyses, with times for this machine; `fused` says which neurons run in fused kernels."""
+    usual = tuple(AnalyzeCost(profile, fused) if isinstance(item, AnalyzeCost) else item for item in ANALYZE)
     return (*usual, MeasuredTimes(profile)) if profile.kernels or profile.scales else usual
 
 

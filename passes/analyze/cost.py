@@ -2,8 +2,9 @@
 
 Counted at the example batch. flops: 2 for a multiply-add. read and written: each operand and each result once. saved:
 bytes that autograd keeps from forward for backward, each value counted where it is saved first. A multi-step neuron
-runs its element-wise operations T times, one launch each; a view costs nothing. Backward of a product needs one
-product for each operand that requires grad; other operations need about what forward needs.
+runs its element-wise operations T times, one launch each, or where it is to run fused all in one; a view costs
+nothing. Backward of a product needs one product for each operand that requires grad; other operations need about what
+forward needs.
 
 A loop costs its body T times. Time is the profile's roofline: launches + max(flops / rate, bytes / copy rate).
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -39,7 +41,8 @@ _ALIASES = kinds.VIEWS | {"grad_all_reduce"}
 
 @dataclass(frozen=True)
 class AnalyzeCost:
-    """Writes `Cost` on every node that makes a tensor; `profile` None means the default machine profile."""
+    """Writes `Cost` on every node that makes a tensor; `profile` None means the default machine profile. `fused` says
+    of a node whether it is a neuron that will run in fused kernels."""
 
     name: ClassVar[str] = "analyze-cost"
     reads: ClassVar[tuple[type, ...]] = (Value,)
@@ -47,6 +50,7 @@ class AnalyzeCost:
     tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
 
     profile: MachineProfile | None = None
+    fused: Callable[[fx.Node], bool] | None = None
 
     def run(self, graph: SpikeGraph) -> None:
         profile = self.profile or default_profile()
@@ -57,7 +61,9 @@ class AnalyzeCost:
             value = first_value(node)
             if node.op != "output" and value is not None:
                 count = _Counting(graph, weights, profile, kept)
-                facts.put(node, _loop_cost(node, node.target, count) if isinstance(node.target, Loop) else count(node))
+                cost = _loop_cost(node, node.target, count) if isinstance(node.target, Loop) else count(node)
+                fused = self.fused is not None and self.fused(node)
+                facts.put(node, _in_one_kernel(cost, node, profile) if fused else cost)
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,20 @@ def _loop_cost(node: fx.Node, loop: Loop, count: _Counting) -> Cost:
     total["forward_us"] += copying
     total["backward_us"] += copying if value.requires_grad else 0.0
     return Cost(**total)
+
+
+def _in_one_kernel(cost: Cost, node: fx.Node, profile: MachineProfile) -> Cost:
+    """The neuron's cost with all its steps in one kernel. Forward reads its inputs and writes its results, backward
+    reads both of the gradient and the inputs, and writes the gradient."""
+    read, written = sum(result_bytes(item) for item in node.all_input_nodes), result_bytes(node)
+    return replace(
+        cost,
+        read=read,
+        written=written,
+        forward_us=profile.kernel_us(0.0, read + written),
+        backward_us=profile.kernel_us(0.0, 2 * read + written) if cost.backward_us else 0.0,
+        launch_us=profile.launch_us,
+    )
 
 
 @dataclass(frozen=True, slots=True)

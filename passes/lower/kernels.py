@@ -71,7 +71,7 @@ class Kernels:
         they run it together with the others' graphs of training."""
         own = [graph for graph in evaluations if graph is not None]
         for graphs in (training, own) if len(own) in (0, len(training)) else ():
-            self.weights |= channels_last(graphs)
+            self.weights |= channels_last(graphs, self.profile)
             for graph in graphs:
                 pool_codes(graph)
 

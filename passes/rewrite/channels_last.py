@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from snnpart import facts, ops, ops_time
-from snnpart.facts import Origin, Value
+from snnpart.costs import MachineProfile
+from snnpart.facts import Cost, Origin, Value
 from snnpart.ops import Surrogate
 from snnpart.ops_fused import FusedNeuron, splits_time
 from snnpart.passes.analyze.kinds import kind_of
@@ -33,7 +34,7 @@ _OVER_SEQUENCES = (torch.conv1d, F.conv1d)
 _KEEPING = (ops.batch_norm, ops.batch_norm_copies, *ops_time.TIME_OPS, *ops.COLLECTIVES)
 
 
-def channels_last(graphs: Sequence[fx.Graph]) -> frozenset[str]:
+def channels_last(graphs: Sequence[fx.Graph], profile: MachineProfile) -> frozenset[str]:
     """Put the convolutional regions of a stage into channels-last, in the graphs of its tp ranks, in place; the weights
     that should lie so.
 
@@ -44,9 +45,9 @@ def channels_last(graphs: Sequence[fx.Graph]) -> frozenset[str]:
     alike = len({len(graph.nodes) for graph in graphs}) == 1  # there are graphs, and they have the same nodes
     if not alike or any(node.target is ops.vacant for graph in graphs for node in graph.nodes):
         return frozenset()
-    weights, decided = _laid_out(graphs[0])
+    weights, decided = _laid_out(graphs[0], profile)
     for graph in graphs[1:]:
-        _laid_out(graph, decided)
+        _laid_out(graph, profile, decided)
     return weights
 
 
@@ -54,9 +55,9 @@ Decided = list["int | None"]
 """For each node of a graph, in order, how many dims its result has behind its channels, if it lies with them last."""
 
 
-def _laid_out(graph: fx.Graph, like: Decided | None = None) -> tuple[frozenset[str], Decided]:
+def _laid_out(graph: fx.Graph, profile: MachineProfile, like: Decided | None = None) -> tuple[frozenset[str], Decided]:
     """One graph, as its own sizes say or as was decided for another rank's."""
-    regions = _Regions(graph)
+    regions = _Regions(graph, profile)
     weights: set[str] = set()
     order = list(graph.nodes)
     decided: Decided = []
@@ -78,6 +79,7 @@ class _Regions:
     outside as they were converted; and sequences as images."""
 
     graph: fx.Graph
+    profile: MachineProfile
     places: dict[fx.Node, int] = field(default_factory=dict)
     converted: dict[fx.Node, fx.Node] = field(default_factory=dict)
     raised: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -105,38 +107,45 @@ class _Regions:
         args = (self._image(x, node), self._image(weight, node), bias, (1, *stride), behind, (1, *dilation), groups)  # type: ignore[misc]
         image = _made(self.graph, node, torch.conv2d, args, _raised(value), node)
         self.enter(image)
-        flat = _made(self.graph, node, torch.squeeze, (image, 2), value, node)
+        flat = _made(self.graph, node, torch.squeeze, (image, 2), value, node, Cost())
         self.see(flat, _kept(flat, self.places))
         node.replace_all_uses_with(flat)
         self.graph.erase_node(node)
 
     def _conversion(self, source: fx.Node, at: fx.Node) -> fx.Node:
         if source not in self.converted:
-            options = {"memory_format": torch.channels_last}
-            made = _made(self.graph, at, "contiguous", (source,), facts.need(source, Value), source, options)
+            value = facts.need(source, Value)
+            made = _made(self.graph, at, "contiguous", (source,), value, source, self._copy(value))
+            made.kwargs = {"memory_format": torch.channels_last}
             self.converted[source], self.places[made] = made, 2
         return self.converted[source]
+
+    def _copy(self, value: Value) -> Cost:
+        """Of a copy of the value, and of its gradient."""
+        us, launch = self.profile.kernel_us(0.0, 2.0 * value.bytes), self.profile.launch_us
+        back = us if value.requires_grad else 0.0
+        return Cost(read=value.bytes, written=value.bytes, forward_us=us, backward_us=back, launch_us=launch)
 
     def _image(self, sequence: Any, at: fx.Node) -> fx.Node:
         if sequence not in self.raised:
             value = _raised(facts.need(sequence, Value))
-            self.raised[sequence] = _made(self.graph, at, torch.unsqueeze, (sequence, 2), value, sequence)
+            self.raised[sequence] = _made(self.graph, at, torch.unsqueeze, (sequence, 2), value, sequence, Cost())
             self.see(self.raised[sequence], _kept(self.raised[sequence], self.places))
         return self.raised[sequence]
 
 
 def _made(
     graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], value: Value, like: fx.Node,
-    options: dict[str, Any] | None = None,
+    cost: Cost | None = None,
 ) -> fx.Node:  # fmt: skip
-    """A node of this pass before `at`, which gives `value` and has the other facts of `like`."""
+    """A node of this pass before `at`, which gives `value`, costs so much, and has the other facts of `like`."""
     with graph.inserting_before(at):
         call = graph.call_method if isinstance(target, str) else graph.call_function
-        made = call(target, args, options or {})
+        made = call(target, args)
     made.meta = dict(like.meta)
     origin = facts.get(at, Origin) or Origin()
     facts.put(made, Origin(origin.module, origin.file, origin.line, NAME))
-    facts.put(made, value)
+    facts.put(made, value, *filter(None, (cost,)))
     return made
 
 

@@ -76,6 +76,18 @@ def fuse_neurons(
     return tuple(notes)
 
 
+def is_fused(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
+    """Whether `fuse_neurons` makes the node one operation. A loop whose steps all read one value is not seen to be."""
+    if not _is_scan(scan, leaves):
+        return False
+    try:
+        _check_form(scan, leaves)
+        _kernel_step(scan, leaves)
+    except StepError:
+        return False
+    return True
+
+
 def _kernel_step(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> NeuronStep | str:
     """The step that a kernel is generated from, or why there is none. StepError where nothing else can run it either:
     a compiler draws other random numbers."""

@@ -52,7 +52,8 @@ def unpack_into(planes: Tensor, out: Tensor, states: States) -> None:
         wire = out.view(torch.uint8) if out.dtype is torch.bool else out
         run, apart = elements // out.shape[0], out.stride(0)
         grid, short = (triton.cdiv(size, BLOCK),), run + 8 * BLOCK < 2**31
-        _unpack[grid](planes, wire, elements, size, run, apart, low, planes.shape[0], BLOCK, short)
+        eights = run % 8 == 0 and apart % 8 == 0 and wire.data_ptr() % (8 * wire.element_size()) == 0
+        _unpack[grid](planes, wire, elements, size, run, apart, low, planes.shape[0], BLOCK, short, eights)
 
 
 if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
@@ -68,7 +69,10 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
             tl.store(planes + plane * size + byte, tl.sum(bit, axis=1).to(tl.uint8), mask=byte < size)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _unpack(planes, out, n, size, run, apart, low, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _unpack(  # type: ignore[no-untyped-def]
+        planes, out, n, size, run, apart, low,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr, EIGHTS: tl.constexpr,
+    ):  # fmt: skip
         first = tl.program_id(0).to(tl.int64) * BLOCK
         byte = first + tl.arange(0, BLOCK)
         place = tl.arange(0, 8)
@@ -79,9 +83,17 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
             code |= ((held[:, None] >> place[None, :]) & 1) << plane
         # one division of 64 bits a program; the others are of 32, if a run is not longer
         row = first * 8 // run
-        inside = first * 8 - row * run + (at - first * 8)
+        if EIGHTS:  # the eight numbers of a byte lie side by side, and go in one store
+            inside = first * 8 - row * run + (byte - first) * 8
+        else:
+            inside = first * 8 - row * run + (at - first * 8)
         if SHORT:
             inside = inside.to(tl.int32)
         more = inside // run
         to = (row + more) * apart + (inside - more * run)
-        tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=at < n)
+        if EIGHTS:
+            to = tl.multiple_of(to, 8)[:, None] + place[None, :]
+            kept = (byte < size)[:, None]
+        else:
+            kept = at < n
+        tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=kept)

@@ -8,6 +8,8 @@ from torch import fx
 
 from snnpart import facts
 from snnpart.facts import Cost
+from snnpart.ops_later import later
+from snnpart.passes.analyze.kinds import VIEWS, name_of
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.report import nodes
 from snnpart.report.data import CollectiveRow, ReplicatedRow, ShardRow
@@ -91,7 +93,8 @@ def replicated(compiled: CompiledProgram) -> tuple[ReplicatedRow, ...]:
 
 
 def operations(compiled: CompiledProgram, program: StageProgram) -> dict[str, str]:
-    """Module path -> the operation with most flops of those that read the module's tensors; in the order they run."""
+    """Module path -> the operation with most flops of those that read the module's tensors; in the order they run.
+    Layers that run inside another's operation come last, with their class."""
     costs = nodes.costs(compiled)
     found: dict[str, tuple[float, str]] = {}
     for node in program.graph.nodes:
@@ -99,19 +102,25 @@ def operations(compiled: CompiledProgram, program: StageProgram) -> dict[str, st
             flops = costs.get(node.name, Cost()).flops
             if path not in found or flops > found[path][0]:
                 found[path] = (flops, nodes.operation(node, compiled))
-    return {path: name for path, (_, name) in found.items()}
+    inside = {path: type(info.module).__name__ for path, info in program.leaves.items() if path not in found}
+    return {path: name for path, (_, name) in found.items()} | inside
 
 
 def _paths_read(node: fx.Node) -> set[str]:
+    """The modules whose tensors the operation reads, as they are or through a view of them."""
     if node.op == "call_module":
         return {str(node.target)}
-    if node.target in nodes.MOVES:
+    if node.target in nodes.MOVES or _tensor_of(node) is not None:
         return set()
-    return {str(i.target).rpartition(".")[0] for i in node.all_input_nodes if _tensor_of(i)}
+    read = (_tensor_of(item) for item in node.all_input_nodes)
+    return {str(tensor.target).rpartition(".")[0] for tensor in read if tensor is not None}
 
 
-def _tensor_of(node: fx.Node) -> bool:
-    return node.op == "get_attr" and facts.get(node, facts.Value) is not None
+def _tensor_of(node: fx.Node) -> fx.Node | None:
+    """The tensor of the network that the node reads, or hands on."""
+    while (node.target is later or name_of(node) in VIEWS) and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node if node.op == "get_attr" and facts.get(node, facts.Value) is not None else None
 
 
 def modules_of(table: Mapping[str, int], index: int, order: Sequence[str] = ()) -> tuple[str, ...]:

@@ -167,6 +167,15 @@ def test_other_signatures_are_compiled_when_they_come(pool: Pool) -> None:
         assert len(result["notices"]) == 3
 
 
+@pytest.mark.parametrize(("tp", "microbatches"), [(2, 1), (1, 2)])
+def test_a_plan_for_far_fewer_samples_is_said_to_be_one(pool: Pool, tp: int, microbatches: int) -> None:
+    """Once, when more than eight times as many come."""
+    for found in pool.run(JOBS + "far_more_samples", ranks=2, tp=tp, microbatches=microbatches):
+        assert found[:2] == [(), ()] and found[2] == found[3] == found[4]
+        (notice,) = found[2]
+        assert f"made for {4 // microbatches} samples at a time" in notice and "example_inputs=" in notice
+
+
 def test_a_batch_size_at_which_a_comparison_comes_out_otherwise(pool: Pool, tmp_path: Path) -> None:
     """A microbatch of one sample is compiled once; each loss and output is the module's own."""
     one = OneProcess(fill(Larger()), microbatches=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), reset=reset)

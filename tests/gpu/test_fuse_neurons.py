@@ -122,7 +122,7 @@ def test_the_fastest_way_is_measured_and_kept(name: str, tmp_path: Path, monkeyp
     wanted, found, _ = both(case, example(case, "cuda"), dtype=case.dtype, fuse="auto")
     of_this_machine.cache_clear()
     assert {key: value for key, value in errors(wanted, found).items() if value > 1e-9} == {}
-    (file,) = tmp_path.glob("snnpart/ways-*.json")
+    (file,) = tmp_path.glob("snnpart/captured-ways-*.json")
     ((_, choice),) = json.loads(file.read_text()).items()
     assert set(choice["microseconds"]) == {"kernel", "compiled", "plain"}
     assert choice["way"] == min(choice["microseconds"], key=choice["microseconds"].get)

@@ -57,7 +57,7 @@ def start(asked: argparse.Namespace) -> tuple[Any, float, float]:
     began = time.perf_counter()
     torch.manual_seed(0)
     model = network(asked.model, asked.size)
-    example = torch.randn(min(asked.batch, 4), 3, asked.size, asked.size)
+    example = torch.randn(asked.batch, 3, asked.size, asked.size)
     fast = not asked.plain and asked.device == "cuda"
     program = parallelize(
         model,

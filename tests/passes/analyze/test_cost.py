@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from snnpart.graph import SpikeGraph
 from snnpart.pass_manager import PassManager
 from snnpart.passes import REWRITE
 from snnpart.passes.analyze.cost import AnalyzeCost
+from snnpart.passes.analyze.state import AnalyzeState
+from snnpart.passes.rewrite.fuse_neurons import is_fused
 from snnpart.trace import trace
 from tests.graphs import calls, graph_of
 
@@ -95,6 +98,22 @@ def test_a_multi_step_neuron_launches_for_each_step() -> None:
         return facts.need(node, Cost).forward_us
 
     assert launches(8) == pytest.approx(2 * launches(4), rel=0.01)
+
+
+def test_a_neuron_that_is_to_be_fused_is_one_kernel() -> None:
+    """It reads its input and writes its spikes; backward reads their gradient and the input, and writes its own."""
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    layer = pytest.importorskip("spikingjelly.activation_based.layer")
+    module = nn.Sequential(layer.Conv2d(2, 3, 1, step_mode="m"), neuron.LIFNode(step_mode="m"))
+    graph = trace(module, (torch.rand(4, 2, 2, 5, 5),), in_dims=1, time_dims=0)
+    fused = partial(is_fused, leaves=graph.leaves)
+    PassManager([*REWRITE, AnalyzeState(), AnalyzeCost(PROFILE, fused)]).run(graph)
+    (node,) = (node for node in graph.graph.nodes if node.op == "call_module")
+    size = 4 * 4 * 2 * 3 * 25
+    found = facts.need(node, Cost)
+    assert (found.read, found.written, found.launch_us) == (size, size, 1.0)
+    assert found.forward_us == pytest.approx(1 + 2 * size / 1e3)
+    assert found.backward_us == pytest.approx(1 + 3 * size / 1e3)
 
 
 def test_weights_inside_a_leaf_are_multiplied() -> None:

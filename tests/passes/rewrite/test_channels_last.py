@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snnpart import facts, frameworks, ops
 from snnpart.compilation import Options, compile_program
-from snnpart.facts import Value
+from snnpart.costs import MachineProfile
+from snnpart.facts import Cost, Value
 from snnpart.graph import Body
 from snnpart.program import CompiledProgram
 from tests.distributed.layout_nets import NETS, images, made
@@ -123,6 +124,22 @@ def test_layouts_change_where_the_graph_says_and_nowhere_else(make: type[Images]
 @pytest.mark.parametrize(("make", "entries"), [(Sequences, 1), (Mixed, 2)])
 def test_sequences_lie_as_images_do(make: type[Sequences], entries: int) -> None:
     assert run_watched(make(), ConvolutionInputs(), entries).found == [(4, True)] * 4
+
+
+def test_views_cost_nothing_and_conversions_what_a_copy_costs() -> None:
+    """A convolution over sequences costs as one over images what it cost before."""
+    profile = MachineProfile(name="toy", flops={"float32": 1e9}, copy=1e9, launch_us=1.0)
+    plain, last = (compiled(Mixed(), channels_last=way, profile=profile).stages[0, 0].graph for way in (False, True))
+    before, after = (
+        sum(facts.need(node, Cost).us for node in graph.nodes if node.target in (torch.conv1d, torch.conv2d))
+        for graph in (plain, last)
+    )
+    assert after == pytest.approx(before)
+    views = [node for node in last.nodes if node.target in (torch.unsqueeze, torch.squeeze)]
+    assert views and all(facts.need(node, Cost) == Cost() for node in views)
+    of_input, inside = (facts.need(node, Cost) for node in conversions(last))
+    assert (of_input.forward_us, of_input.backward_us) == (pytest.approx(1 + 2 * 4 * 2 * 3 * 144 / 1e3), 0.0)
+    assert inside.forward_us == inside.backward_us == pytest.approx(1 + 2 * 4 * 2 * 6 * 144 / 1e3)
 
 
 @pytest.mark.parametrize("dp", ["ddp", "fsdp2"])
