@@ -33,6 +33,7 @@ from snnpart.ops_packed import PackedInput
 from snnpart.program import CompiledProgram, StageProgram, TensorSlice
 from snnpart.runtime.compiled import compiled, leave_alone, left_alone
 from snnpart.runtime.kernels import bits as kernel_bits
+from snnpart.runtime.kernels.batch_norm import batch_norm
 from snnpart.runtime.kernels.fused_neuron import Fused
 from snnpart.runtime.kernels.max_pool import max_pool2d
 from snnpart.runtime.localise import cut_reads, localise
@@ -73,7 +74,7 @@ class StageModule(Body):
     """Whether states are rounded as `neuron_dtype` says: not while the program is compared with the user's module."""
 
     def bound(self, target: Any) -> Any:
-        """A fused neuron runs as a kernel on a GPU, and so do a pooling that keeps codes and the packing of bits."""
+        """Fused neurons, norms, poolings that keep codes and the packing of bits run as kernels on a GPU."""
         if isinstance(target, PackedInput):
             return replace(target, pack=kernel_bits.pack, unpack=kernel_bits.unpack)
         if self.compiles:  # torch.compile looks into what is not ours
@@ -81,7 +82,9 @@ class StageModule(Body):
         bound = super().bound(target)
         found = Fused(target, self, bound) if isinstance(target, FusedNeuron) else bound
         found = max_pool2d if target is ops_pool.max_pool2d else found
-        return left_alone(found) if self.compiles else found
+        if self.compiles:
+            return left_alone(found)
+        return batch_norm if target in (ops.batch_norm, ops.batch_norm_copies) else found
 
     def bind(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
         if not self.compiles:

@@ -16,7 +16,7 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-from snnpart.runtime.kernels.tiles import Tiles
+from snnpart.runtime.kernels.tiles import Tiles, columns_for
 
 if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
 
@@ -97,22 +97,24 @@ def batch_stats(
     *,
     copies: int = 1,
     steps: int = 1,
+    fold: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [steps, C] of x over everything but channels, of each of `steps` parts of it in a row.
 
     Running statistics are updated in place, once a step, as by `copies` equal x in one batch, whose unbiased variance
-    is another. x lies as `tiles` says in memory, which is for one step.
+    is another. x lies as `tiles` says in memory, which is for one step; `fold`: rows of channels in one of its rows.
     """
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
     parts = x.new_empty((steps, 3, tiles.programs, tiles.channels), dtype=compute)
-    mean, var = x.new_empty((2, steps, tiles.channels), dtype=compute)
+    channels, programs = tiles.channels // fold, tiles.programs * fold
+    mean, var = x.new_empty((2, steps, channels), dtype=compute)
     partial_stats[(*tiles.grid, steps)](
         x, parts, tiles.rows, tiles.channels, tiles.inner, tiles.tiles, **tiles.constants(compute), num_warps=4
     )  # fmt: skip
-    columns = 8
-    final_stats[(triton.cdiv(tiles.channels, columns),)](
+    columns = columns_for(programs)
+    final_stats[(triton.cdiv(channels, columns),)](
         parts, mean, var, mean if running_mean is None else running_mean, var if running_var is None else running_var,
-        tiles.programs, tiles.channels, copies, steps, momentum, running_mean is not None,
-        triton.next_power_of_2(tiles.programs), columns, tiles.compute(compute), num_warps=4,
+        programs, channels, copies, steps, momentum, running_mean is not None,
+        triton.next_power_of_2(programs), columns, tiles.compute(compute), num_warps=4,
     )  # fmt: skip
     return mean, var

@@ -9,6 +9,7 @@ Both take images [P, H, W, L] that are contiguous: [N, H, W, C] with channels la
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
     def _max_pool_forward(  # type: ignore[no-untyped-def]
         x, y, codes, rows, lanes, height, width, high, wide, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr,
         SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, R: tl.constexpr, B: tl.constexpr, CT: tl.constexpr,
-        KEEP: tl.constexpr, WIDE: tl.constexpr,
+        KEEP: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
         row = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * R + tl.arange(0, R)
         lane = tl.program_id(1) * B + tl.arange(0, B)
@@ -48,13 +49,13 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         for i in tl.static_range(KH):
             for j in tl.static_range(KW):
                 inside = (top + i >= 0) & (top + i < height) & (left + j >= 0) & (left + j < width)
-                at = ((image + top + i) * width + left + j) * lanes
+                at = tl.multiple_of(((image + top + i) * width + left + j) * lanes, SIDE)
                 own = mask & inside[:, None]
                 value = tl.load(x + at[:, None] + lane[None, :], mask=own, other=float("-inf")).to(CT)
                 better = (value > best) | (value != value)
                 best = tl.where(better, value, best)
                 code = tl.where(better, i * KW + j, code)
-        out = row[:, None] * lanes + lane[None, :]
+        out = tl.multiple_of(row * lanes, SIDE)[:, None] + lane[None, :]
         tl.store(y + out, best.to(y.dtype.element_ty), mask=mask)
         if KEEP:
             tl.store(codes + out, code.to(tl.uint8), mask=mask)
@@ -63,7 +64,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
     def _max_pool_backward(  # type: ignore[no-untyped-def]
         dy, codes, dx, rows, lanes, height, width, high, wide, across, down, KH: tl.constexpr, KW: tl.constexpr,
         SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-        CT: tl.constexpr, WIDE: tl.constexpr,
+        CT: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr,
     ):  # fmt: skip
         row = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * R + tl.arange(0, R)
         lane = tl.program_id(1) * B + tl.arange(0, B)
@@ -79,14 +80,15 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
                         if (i + (BACK_H - a) * SH < KH) and (j + (BACK_W - b) * SW < KW):
                             oh, ow = q - (BACK_H - a), r - (BACK_W - b)
                             there = (oh >= 0) & (oh < high) & (ow >= 0) & (ow < wide)
-                            at = (((image * high + oh) * wide + ow) * lanes)[:, None] + lane[None, :]
+                            at = tl.multiple_of(((image * high + oh) * wide + ow) * lanes, SIDE)
+                            at = at[:, None] + lane[None, :]
                             own = mask & there[:, None]
                             code = tl.load(codes + at, mask=own, other=255).to(tl.int32)
                             here = (i + (BACK_H - a) * SH) * KW + j + (BACK_W - b) * SW
                             total += tl.load(dy + at, mask=own & (code == here), other=0.0).to(CT)
                 ih, iw = q * SH + i - PH, r * SW + j - PW
                 inside = (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
-                at = (((image * height + ih) * width + iw) * lanes)[:, None] + lane[None, :]
+                at = tl.multiple_of(((image * height + ih) * width + iw) * lanes, SIDE)[:, None] + lane[None, :]
                 tl.store(dx + at, total.to(dx.dtype.element_ty), mask=mask & inside[:, None])
 
 
@@ -148,4 +150,5 @@ def _launch(window: Window, images: Tensor, rows: int) -> tuple[Pair, dict[str, 
     names = ("KH", "KW", "SH", "SW", "PH", "PW")
     constants = dict(zip(names, (*window.size, *window.stride, *window.padding), strict=True))
     more = {"R": height, "B": width, "CT": Tiles.compute(images.dtype), "WIDE": images.numel() >= 2**31}
+    more["SIDE"] = math.gcd(lanes, 16)  # numbers that are read together, which Triton sees only of multiples of 16
     return (triton.cdiv(rows, height), triton.cdiv(lanes, width)), {**constants, **more}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from snnpart.runtime.kernels.neuron_code import Form
+from snnpart.runtime.kernels.tiles import columns_for
 
 try:
     import triton
@@ -18,7 +19,7 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-_COLUMNS, _WARPS = 8, 8
+_WARPS = 8
 
 if triton is not None:  # its parser looks annotations up: only tl's may stand in a kernel
 
@@ -36,10 +37,9 @@ def over_programs(parts: Tensor) -> Tensor:
     """The sums [K, C] of parts [K, programs, C]."""
     kinds, programs, channels = parts.shape
     sums = parts.new_empty(kinds, channels)
-    grid = (triton.cdiv(channels, _COLUMNS), kinds)
-    _over_programs[grid](
-        parts, sums, programs, channels, triton.next_power_of_2(programs), _COLUMNS, num_warps=_WARPS
-    )  # fmt: skip
+    columns = columns_for(programs)
+    grid = (triton.cdiv(channels, columns), kinds)
+    _over_programs[grid](parts, sums, programs, channels, triton.next_power_of_2(programs), columns, num_warps=_WARPS)
     return sums
 
 

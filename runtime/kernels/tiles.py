@@ -20,6 +20,9 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 _WIDEST = 64
+_FOLDS = (1, 2, 4, 8, 16, 32)
+_ADDED = 2**13
+"""Partial sums that a program has in registers."""
 _PROGRAMS = 512
 """That leave partial sums: enough to keep a GPU of 132 processors busy, few enough to add up quickly. Twice as many
 where x is large."""
@@ -67,6 +70,25 @@ def tiles_for(rows: int, channels: int, inner: int, size: int, total: int, *, su
     most = max(1, (2 * _PROGRAMS if total >= _LARGE else _PROGRAMS) // across)
     count = -(-rows // (height * most)) if sums else 1
     return Tiles(rows, channels, inner, height, width, count, total >= 2**31)
+
+
+def folded_tiles(numel: int, channels: int, size: int, *, sums: bool) -> tuple[Tiles, int]:
+    """Tiles over `numel` numbers that lie with their channels last, and how many rows of channels lie in one row of a
+    tile: as many as leave the fewest lanes idle."""
+    rows = numel // channels
+    fold = min((k for k in _FOLDS if rows % k == 0), key=lambda k: (_idle(k * channels), k))
+    return tiles_for(rows // fold, fold * channels, 1, size, numel, sums=sums), fold
+
+
+def columns_for(programs: int) -> int:
+    """Channels whose partial sums, one of each program, one program adds up."""
+    return max(1, min(8, _ADDED // int(triton.next_power_of_2(programs))))
+
+
+def _idle(lanes: int) -> float:
+    """The share of lanes that a tile so wide has beyond those it needs, up to a full tile's."""
+    width = min(_WIDEST, triton.next_power_of_2(lanes))
+    return max(_WIDEST, -(-lanes // width) * width) / lanes
 
 
 def inner_of(x: Tensor) -> int | None:
