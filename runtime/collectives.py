@@ -24,6 +24,7 @@ from snnpart.facts import Pieces
 from snnpart.ops import select_pieces
 from snnpart.ops_later import compute_put_off
 from snnpart.runtime.kernels.bits import pack, unpack, unpack_into
+from snnpart.runtime.kernels.layout import copy_laid
 
 Work = Callable[[], None]
 
@@ -82,30 +83,6 @@ class _Order:
             [shape[i] for i in back], [strides[i] for i in back], dtype=like.dtype, device=like.device
         )
         return made, made.permute(self._order).view(self.outer, size, self.inner)
-
-
-_WIDE = (torch.complex128, torch.int64, torch.int32)
-"""Types of 16, 8 and 4 bytes, in which numbers are copied together."""
-
-
-def copy_runs(to: Tensor, source: Tensor) -> None:
-    """Copy source [outer, size, inner] to `to`; in both every [size, inner] is one run of memory.
-
-    torch moves what is not contiguous number by number, which takes a GPU several times longer for 16-bit numbers than
-    their bytes do. Runs whose places and lengths allow it are copied as fewer, wider numbers.
-    """
-    outer, size, inner = to.shape
-    if not to.numel():
-        return
-    into, read = (x.view(outer, size * inner) for x in (to, source))
-    wide = next((dtype for dtype in _WIDE if _holds(into, dtype) and _holds(read, dtype)), to.dtype)
-    into.view(wide).copy_(read.view(wide))
-
-
-def _holds(runs: Tensor, wide: torch.dtype) -> bool:
-    """Whether the runs [outer, numbers] begin and end where such a wide number would."""
-    size, width = runs.element_size(), wide.itemsize
-    return not (runs.data_ptr() % width or runs.stride(0) * size % width or runs.shape[1] * size % width)
 
 
 def _sizes(pieces: Sequence[Pieces]) -> list[int]:
@@ -171,7 +148,7 @@ def _scattered(source: Tensor, axis: Axis, pieces: Sequence[Pieces], own: Tensor
     parts = source.new_empty((axis.size, unit * max(sizes)))
     for part, held, size in zip(parts, pieces, sizes, strict=True):
         part[unit * size :].zero_()
-        copy_runs(part[: unit * size].view(source.shape[0], size, source.shape[2]), select_pieces(source, 1, held))
+        copy_laid(part[: unit * size].view(source.shape[0], size, source.shape[2]), select_pieces(source, 1, held))
     even = sizes[axis.index] == max(sizes)
     summed = own.view(-1) if even else torch.empty_like(parts[0])
     if parts.numel():
@@ -249,7 +226,7 @@ def _put(part: Tensor, whole: Tensor, held: Pieces, size: int, states: States | 
     flat = part[:length].view(whole.dtype) if states is None else unpack(part, length, states, whole.dtype)
     own, offset = flat.view(outer, size, inner), 0
     for start, stop in held:
-        copy_runs(whole[:, start:stop], own[:, offset : offset + stop - start])
+        copy_laid(whole[:, start:stop], own[:, offset : offset + stop - start])
         offset += stop - start
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from snnpart import frameworks, ops, ops_pool
+from snnpart import frameworks, ops, ops_layout, ops_pool
 from snnpart.effects import writes_buffer
 from snnpart.errors import LaunchError
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
@@ -35,6 +35,7 @@ from snnpart.runtime.compiled import compiled, leave_alone, left_alone
 from snnpart.runtime.kernels import bits as kernel_bits
 from snnpart.runtime.kernels.batch_norm import batch_norm
 from snnpart.runtime.kernels.fused_neuron import Fused
+from snnpart.runtime.kernels.layout import channels_last, matmul
 from snnpart.runtime.kernels.max_pool import max_pool2d
 from snnpart.runtime.localise import cut_reads, localise
 from snnpart.runtime.ranks import Ranks
@@ -58,6 +59,15 @@ class Gathering(Protocol):
 
     def mark(self, graph: fx.Graph, program: StageProgram) -> None: ...
     def reading(self) -> AbstractContextManager[None]: ...
+
+
+_KERNELS = (
+    (ops.batch_norm, batch_norm),
+    (ops.batch_norm_copies, batch_norm),
+    (ops_layout.channels_last, channels_last),
+    (ops_layout.matmul, matmul),
+)
+"""Operations, and what runs in their place where torch.compile does not make the kernels."""
 
 
 class Taken(dict[str, Tensor]):
@@ -84,7 +94,7 @@ class StageModule(Body):
         found = max_pool2d if target is ops_pool.max_pool2d else found
         if self.compiles:
             return left_alone(found)
-        return batch_norm if target in (ops.batch_norm, ops.batch_norm_copies) else found
+        return next((kernel for operation, kernel in _KERNELS if operation is target), found)
 
     def bind(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
         if not self.compiles:

@@ -24,7 +24,7 @@ _NAMES: dict[Kind, str] = {
         "add sub rsub mul div floor_divide remainder fmod pow maximum minimum eq ne lt le gt ge logical_and "
         "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not where clamp relu "
         "sigmoid tanh neg abs exp log log1p expm1 sqrt rsqrt reciprocal square sin cos atan erf sign floor ceil "
-        "round positive detach clone to type_as contiguous dropout alpha_dropout feature_dropout "
+        "round positive detach clone to type_as contiguous channels_last dropout alpha_dropout feature_dropout "
         "feature_alpha_dropout dropout1d dropout2d dropout3d leaky_relu elu gelu silu mish hardtanh relu6 softplus "
         "hardsigmoid hardswish celu selu prelu logsigmoid softsign threshold lerp addcmul addcdiv masked_fill "
         "nan_to_num heaviside bernoulli isnan isinf isfinite zeros_like ones_like full_like rand_like randn_like "

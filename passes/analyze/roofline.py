@@ -46,7 +46,9 @@ _FULL_NAMES = (
 )
 _FULL = frozenset(_FULL_NAMES.split())
 """What autocast computes in float32 on CUDA."""
-_FREE_NAMES = "contiguous to clone all_reduce grad_all_reduce all_gather reduce_scatter shard select_pieces"
+_FREE_NAMES = (
+    "contiguous channels_last to clone all_reduce grad_all_reduce all_gather reduce_scatter shard select_pieces"
+)
 _FREE = kinds.VIEWS | frozenset(_FREE_NAMES.split())
 """Views, changes of layout and dtype, and what communicates."""
 _MOVED_BY_ADAMW = 7

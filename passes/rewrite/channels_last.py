@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from snnpart import facts, ops, ops_time
+from snnpart import facts, ops, ops_layout, ops_time
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Origin, Value
 from snnpart.ops import Surrogate
@@ -67,6 +67,8 @@ def _laid_out(graph: fx.Graph, profile: MachineProfile, like: Decided | None = N
         elif _convolves(node, _CONVOLUTIONS, 4):
             regions.enter(node)
             weights |= {str(item.target) for item in node.args[1:2] if isinstance(item, fx.Node) and _is_read(item)}
+        elif _multiplies_stacks(node):
+            node.target = ops_layout.matmul
         else:
             regions.see(node, _kept(node, regions.places) if like is None else like[place])
         decided.append(regions.places.get(node))
@@ -106,19 +108,29 @@ class _Regions:
         behind = padding if isinstance(padding, str) else (0, *padding)  # type: ignore[misc]
         args = (self._image(x, node), self._image(weight, node), bias, (1, *stride), behind, (1, *dilation), groups)  # type: ignore[misc]
         image = _made(self.graph, node, torch.conv2d, args, _raised(value), node)
-        self.enter(image)
         flat = _made(self.graph, node, torch.squeeze, (image, 2), value, node, Cost())
-        self.see(flat, _kept(flat, self.places))
         node.replace_all_uses_with(flat)
         self.graph.erase_node(node)
+        self.enter(image)
+        self.see(flat, _kept(flat, self.places))
 
     def _conversion(self, source: fx.Node, at: fx.Node) -> fx.Node:
+        """The value [N, C, H, W] with its channels last. What is gathered is converted piece by piece, before it is."""
+        gathered = _gathered(source)
+        if source not in self.converted and gathered is not None:
+            given: Any = gathered.args[0]
+            gathered.replace_input_with(given, self._converted(given, gathered))
+            self.see(gathered, len(facts.need(gathered, Value).shape) - 2)
+            self.converted[source], self.places[source] = source, 2
         if source not in self.converted:
-            value = facts.need(source, Value)
-            made = _made(self.graph, at, "contiguous", (source,), value, source, self._copy(value))
-            made.kwargs = {"memory_format": torch.channels_last}
-            self.converted[source], self.places[made] = made, 2
+            self.converted[source] = self._converted(source, at)
         return self.converted[source]
+
+    def _converted(self, source: fx.Node, at: fx.Node) -> fx.Node:
+        value = facts.need(source, Value)
+        made = _made(self.graph, at, ops_layout.channels_last, (source,), value, source, self._copy(value))
+        self.places[made] = len(value.shape) - 2
+        return made
 
     def _copy(self, value: Value) -> Cost:
         """Of a copy of the value, and of its gradient."""
@@ -140,13 +152,19 @@ def _made(
 ) -> fx.Node:  # fmt: skip
     """A node of this pass before `at`, which gives `value`, costs so much, and has the other facts of `like`."""
     with graph.inserting_before(at):
-        call = graph.call_method if isinstance(target, str) else graph.call_function
-        made = call(target, args)
+        made = graph.call_function(target, args)
     made.meta = dict(like.meta)
     origin = facts.get(at, Origin) or Origin()
     facts.put(made, Origin(origin.module, origin.file, origin.line, NAME))
     facts.put(made, value, *filter(None, (cost,)))
     return made
+
+
+def _gathered(source: fx.Node) -> fx.Node | None:
+    """The gather of channels whose result this image alone is, or is as a sequence."""
+    node: Any = source.args[0] if source.target is torch.unsqueeze and source.args[1] == 2 else source
+    alone = node.target is ops.all_gather and node.args[2] == 1 and len(node.users) == 1
+    return node if alone and (node is source or len(source.users) == 1) else None
 
 
 def _raised(value: Value) -> Value:
@@ -158,6 +176,16 @@ def _raised(value: Value) -> Value:
 def _convolves(node: fx.Node, functions: tuple[Any, ...], dims: int) -> bool:
     value = facts.get(node, Value)
     return node.op == "call_function" and node.target in functions and value is not None and len(value.shape) == dims
+
+
+def _multiplies_stacks(node: fx.Node) -> bool:
+    """Whether it is the product of two stacks of as many matrices. Parts of a value with its channels last, as heads of
+    attention are, do not lie as torch's products want them."""
+    values = [facts.get(item, Value) if isinstance(item, fx.Node) else None for item in node.args]
+    if node.target is not torch.matmul or len(values) != 2 or node.kwargs or None in values:
+        return False
+    one, other = (value.shape for value in values if value is not None)
+    return len(one) > 3 and one[:-2] == other[:-2]
 
 
 def _is_read(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from snnpart.facts import Domain, Value
 from snnpart.ops_packed import PackedInput
 from snnpart.passes.analyze.kinds import VIEWS, kind_of, name_of
 
-_HANDED_ON = VIEWS | {"contiguous", "grad_all_reduce", "all_gather", "shard"}
+_HANDED_ON = VIEWS | {"contiguous", "channels_last", "grad_all_reduce", "all_gather", "shard"}
 
 
 def pack_saved(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from snnpart.facts import Cost, Value
 from snnpart.ops_later import PRODUCTS, WeightLater, later
 from snnpart.passes.analyze.kinds import VIEWS, name_of
 
-_HANDED_ON = VIEWS | {"contiguous"}
+_HANDED_ON = VIEWS | {"contiguous", "channels_last"}
 
 
 def put_weights_off(graphs: Sequence[fx.Graph]) -> None:

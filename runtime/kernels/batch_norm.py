@@ -18,6 +18,7 @@ from torch import Tensor
 
 from snnpart import ops, shared_statistics
 from snnpart.runtime.kernels.batch_stats import batch_stats
+from snnpart.runtime.kernels.layout import channels_last
 from snnpart.runtime.kernels.sums import over_programs
 from snnpart.runtime.kernels.tiles import Tiles, folded_tiles, inner_of
 
@@ -153,7 +154,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, mean, var, weight = ctx.saved_tensors
         channels, affine = x.shape[1], weight is not None
-        dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+        dy = channels_last(dy)
         tiles, fold = folded_tiles(x.numel(), channels, _SUMMED, sums=True)
         parts = mean.new_empty(2, tiles.programs, tiles.channels)
         _batch_norm_sums[tiles.grid](

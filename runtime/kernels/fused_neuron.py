@@ -29,6 +29,7 @@ from snnpart.ops_fused import FusedNeuron, Parts
 from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.choices import Choices, of_this_machine
+from snnpart.runtime.kernels.layout import laid
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
 from snnpart.runtime.kernels.sums import affine_gradients, over_programs, parameter_gradient
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
@@ -234,7 +235,9 @@ class _Call:
     def laid_out(self, value: Tensor) -> Tensor:
         """A value of the result's size as a merged tensor in x's memory order."""
         flat = value.reshape(self.merged)
-        return flat if inner_of(flat) == self.inner else self.empty(flat, flat.dtype).copy_(flat)
+        if inner_of(flat) == self.inner:
+            return flat
+        return laid(flat, lambda value: self.empty(value, value.dtype))
 
     def form(self, learned: tuple[bool, ...]) -> Form:
         norm = self.norm

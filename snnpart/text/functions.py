@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from snnpart import ops, ops_fold, ops_later, ops_norm, ops_pool, ops_time
+from snnpart import ops, ops_fold, ops_later, ops_layout, ops_norm, ops_pool, ops_time
 from snnpart.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -44,6 +44,7 @@ _OWN: tuple[Function, ...] = (
     *ops_norm.NORM_OPS,
     *ops_fold.FOLD_OPS,
     *ops_pool.POOL_OPS,
+    *ops_layout.LAYOUT_OPS,
 )
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
 _PYTHON_FACTORIES = ("tensor", "as_tensor", "arange")

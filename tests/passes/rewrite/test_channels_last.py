@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snnpart import facts, frameworks, ops
+from snnpart import facts, frameworks, ops, ops_layout
 from snnpart.compilation import Options, compile_program
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Value
@@ -86,7 +86,7 @@ class ConvolutionInputs(TorchDispatchMode):
 
 
 def conversions(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target == "contiguous" and n.kwargs.get("memory_format") is torch.channels_last]
+    return [n for n in graph.nodes if n.target is ops_layout.channels_last]
 
 
 def body_of(program: CompiledProgram) -> Body:
@@ -181,3 +181,36 @@ def test_the_program_computes_what_the_module_computes(make: type[nn.Module], op
     x = torch.rand(4, 3, 12, 12, dtype=torch.float64)
     _, report = compile_program(make().double(), x, Options(channels_last=True, **options))
     assert report is not None
+
+
+class Heads(nn.Module):
+    """[N, 3, 12, 12] -> [N, 4]: products of heads between convolutions over sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.merged = nn.Conv2d(3, 8, 3, padding=1), nn.Conv1d(8, 24, 1)
+        self.point, self.head = nn.Conv1d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x)).flatten(2)
+        q, k, v = torch.relu(self.merged(y)).unflatten(1, (3, 4, 2)).unbind(1)
+        y = (v @ k.mT @ q).flatten(1, 2)
+        return self.head(self.point(y).mean(2))  # type: ignore[no-any-return]
+
+
+def test_stacks_of_matrices_are_multiplied_as_they_lie() -> None:
+    graph = compiled(Heads()).stages[0, 0].graph
+    products = [node for node in graph.nodes if node.target in (torch.matmul, ops_layout.matmul)]
+    assert [node.target for node in products] == [ops_layout.matmul] * 2
+    assert {facts.need(node, Value).shape for node in products} == {(2, 4, 2, 2), (2, 4, 2, 144)}
+
+
+def test_what_is_gathered_alone_is_laid_out_before() -> None:
+    """Each rank converts its own channels, and the gather sends them as they then lie."""
+    program = compiled(Heads(), tp=2, shard={"point": "column"})
+    for rank in range(2):
+        graph = program.stages[0, rank].graph
+        _, made = conversions(graph)
+        (user,) = made.users
+        assert user.target is ops.all_gather and user.kwargs == {"last": 1}
+        assert facts.need(made, Value).shape == (2, 4, 144)
