@@ -113,7 +113,7 @@ def batch_norm(
     copies: int = 1,
 ) -> Tensor:
     """`ops.batch_norm`, or with more than one copy `ops.batch_norm_copies`, by kernels where they are faster."""
-    if not (training and takes(x, momentum)):
+    if not (training and takes(x, momentum) and (weight is None) == (bias is None)):
         rest = (running_mean, running_var, num_batches_tracked, training, momentum, eps)
         plain = ops.batch_norm if copies == 1 else ops.batch_norm_copies
         return plain(x, weight, bias, *rest, *(() if copies == 1 else (copies,)))  # type: ignore[no-any-return, operator]

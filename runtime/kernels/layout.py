@@ -34,11 +34,13 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         source, to, rows, columns, inner, source_row, to_column, source_outer, source_inner, to_outer, to_inner,
         SIDE: tl.constexpr,
     ):  # fmt: skip
-        outer = tl.program_id(0).to(tl.int64) // inner
-        within = tl.program_id(0).to(tl.int64) % inner
         across = tl.cdiv(columns, SIDE)
-        row = tl.program_id(1) // across * SIDE + tl.arange(0, SIDE)
-        column = tl.program_id(1) % across * SIDE + tl.arange(0, SIDE)
+        tiles = tl.cdiv(rows, SIDE) * across
+        tile = tl.program_id(0) % tiles
+        outer = (tl.program_id(0) // tiles // inner).to(tl.int64)
+        within = (tl.program_id(0) // tiles % inner).to(tl.int64)
+        row = tile // across * SIDE + tl.arange(0, SIDE)
+        column = tile % across * SIDE + tl.arange(0, SIDE)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         source += outer * source_outer + within * source_inner
         to += outer * to_outer + within * to_inner
@@ -113,7 +115,7 @@ def _turn(to: Tensor, source: Tensor, outer: list[_Dim], rows: _Dim, columns: _D
     far, near = (*outer, _Dim(1, 0, 0), _Dim(1, 0, 0))[:2]
     tiles = triton.cdiv(rows.size, _SIDE) * triton.cdiv(columns.size, _SIDE)
     wire = (x.view(torch.uint8) if x.dtype is torch.bool else x for x in (source, to))
-    _turn_copy_kernel[(far.size * near.size, tiles)](
+    _turn_copy_kernel[(far.size * near.size * tiles,)](
         *wire, rows.size, columns.size, near.size, rows.source, columns.to, far.source, near.source, far.to, near.to,
         _SIDE, num_warps=4,
     )  # fmt: skip

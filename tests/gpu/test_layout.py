@@ -26,6 +26,11 @@ def test_channels_go_behind_the_others() -> None:
     assert torch.equal(torch.autograd.grad((y * x.detach()).sum(), x)[0], x.detach())
 
 
+def test_more_tiles_than_a_grid_has_along_its_second_dim() -> None:
+    x = torch.rand(1, 3, 64 * 66_000, device="cuda")
+    assert torch.equal(layout.channels_last(x), x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_heads_with_their_channels_last_are_multiplied_without_being_turned(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
