@@ -32,7 +32,22 @@ class Grouped(nn.Module):
         return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-NETS: dict[str, type[nn.Module]] = {"masked": Masked, "grouped": Grouped}
+class Heads(nn.Module):
+    """Convolutions over sequences before and behind the products of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.merged = nn.Conv2d(3, 8, 3, padding=1), nn.Conv1d(8, 24, 1)
+        self.point, self.head = nn.Conv1d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x)).flatten(2)
+        q, k, v = torch.tanh(self.merged(y)).unflatten(1, (3, 4, 2)).unbind(1)
+        y = (v @ k.mT @ q).flatten(1, 2)
+        return self.head(torch.tanh(self.point(y)).mean(2))  # type: ignore[no-any-return]
+
+
+NETS: dict[str, type[nn.Module]] = {"masked": Masked, "grouped": Grouped, "heads": Heads}
 
 
 def made(name: str) -> nn.Module:

@@ -17,6 +17,9 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("masked", 3, {"tp": 3, "shard": COLUMNS}),
     ("masked", 4, {"tp": 4, "shard": COLUMNS}),
     ("masked", 4, {"tp": 2, "pp": 2, "shard": COLUMNS, "microbatches": 2}),
+    ("heads", 2, {"tp": 2, "shard": {"first": "column", "merged": "column", "point": "column"}}),
+    ("heads", 3, {"tp": 3, "shard": {"first": "column", "merged": "column", "point": "column"}}),
+    ("heads", 4, {"tp": 2, "pp": 2, "shard": {"merged": "column", "point": "column"}, "microbatches": 2}),
     ("grouped", 4, {"tp": 4}),
     ("grouped", 4, {"tp": 2, "dp": "fsdp2"}),
 ]

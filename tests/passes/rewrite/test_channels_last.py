@@ -15,7 +15,7 @@ from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Value
 from snnpart.graph import Body
 from snnpart.program import CompiledProgram
-from tests.distributed.layout_nets import NETS, images, made
+from tests.distributed.layout_nets import NETS, Heads, images, made
 from tests.layouts import LayoutChanges
 
 
@@ -181,21 +181,6 @@ def test_the_program_computes_what_the_module_computes(make: type[nn.Module], op
     x = torch.rand(4, 3, 12, 12, dtype=torch.float64)
     _, report = compile_program(make().double(), x, Options(channels_last=True, **options))
     assert report is not None
-
-
-class Heads(nn.Module):
-    """[N, 3, 12, 12] -> [N, 4]: products of heads between convolutions over sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.merged = nn.Conv2d(3, 8, 3, padding=1), nn.Conv1d(8, 24, 1)
-        self.point, self.head = nn.Conv1d(8, 8, 1), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.first(x)).flatten(2)
-        q, k, v = torch.relu(self.merged(y)).unflatten(1, (3, 4, 2)).unbind(1)
-        y = (v @ k.mT @ q).flatten(1, 2)
-        return self.head(self.point(y).mean(2))  # type: ignore[no-any-return]
 
 
 def test_stacks_of_matrices_are_multiplied_as_they_lie() -> None:
