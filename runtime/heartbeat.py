@@ -187,7 +187,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         lost = False
-        while not self._stop.wait(self._interval):
+        while self._count == 0 or not self._stop.wait(self._interval):  # at once: a rank may die in its first interval
             self._count += 1
             try:
                 if not lost:

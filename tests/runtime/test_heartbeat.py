@@ -135,6 +135,21 @@ def test_a_rank_is_named_whose_last_beat_is_seen_late() -> None:
     assert reason.endswith("in receiving, stage 1")
 
 
+def test_a_rank_says_where_it_is_at_once() -> None:
+    """Others can name a rank that dies before its first interval is over."""
+
+    class Slow(FirstOfTwo):
+        def _connect(self) -> dist.TCPStore:
+            self._interval = 600.0
+            return super()._connect()
+
+    heartbeat = Slow()
+    assert heartbeat._store is not None
+    heartbeat._store.wait(["beat0"], timedelta(seconds=20))
+    heartbeat._silence = 0.0  # nobody else will leave
+    heartbeat.close()
+
+
 def test_a_process_is_ended_by_one_operation_that_lasts_beyond_the_timeout_not_by_several() -> None:
     """The main thread cannot be woken; the reason says where it is, and who is to blame."""
     reasons: list[str] = []
