@@ -93,7 +93,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         to = (row + more) * apart + (inside - more * run)
         if EIGHTS:
             to = tl.multiple_of(to, 8)[:, None] + place[None, :]
-            kept = (byte < size)[:, None]
+            kept = (byte * 8 < n)[:, None]  # the planes may be longer than the value, never a part of a byte
         else:
             kept = at < n
         tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=kept)
