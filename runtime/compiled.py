@@ -14,8 +14,11 @@ from torch import nn
 
 from snnpart import ops
 from snnpart.ops_later import itself
+from snnpart.ops_layout import LAYOUT_OPS
 
-_TRACEABLE = frozenset({itself, ops.batch_norm, ops.batch_norm_copies, ops.affine, ops.index_assign, ops.select_pieces})
+_TRACEABLE = frozenset(
+    {itself, ops.batch_norm, ops.batch_norm_copies, ops.affine, ops.index_assign, ops.select_pieces, *LAYOUT_OPS}
+)
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from snnpart import ops, shared_statistics
 from snnpart.runtime.kernels.batch_stats import batch_stats
-from snnpart.runtime.kernels.layout import channels_last
+from snnpart.runtime.kernels.layout import channels_last, whole
 from snnpart.runtime.kernels.sums import over_programs
 from snnpart.runtime.kernels.tiles import Tiles, folded_tiles, inner_of
 
@@ -113,13 +113,14 @@ def batch_norm(
     copies: int = 1,
 ) -> Tensor:
     """`ops.batch_norm`, or with more than one copy `ops.batch_norm_copies`, by kernels where they are faster."""
-    if not (training and takes(x, momentum) and (weight is None) == (bias is None)):
+    kept = all(value is None or value.is_contiguous() for value in (running_mean, running_var))
+    if not (training and kept and takes(x, momentum) and (weight is None) == (bias is None)):
         rest = (running_mean, running_var, num_batches_tracked, training, momentum, eps)
         plain = ops.batch_norm if copies == 1 else ops.batch_norm_copies
         return plain(x, weight, bias, *rest, *(() if copies == 1 else (copies,)))  # type: ignore[no-any-return, operator]
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
-    found: Tensor = _Apply.apply(x, weight, bias, running_mean, running_var, momentum, eps, copies)
+    found: Tensor = _Apply.apply(x, whole(weight), whole(bias), running_mean, running_var, momentum, eps, copies)
     return found
 
 
@@ -165,7 +166,7 @@ class _Apply(torch.autograd.Function):
         each, _ = folded_tiles(x.numel(), channels, _EACH, sums=False)
         _batch_norm_backward[each.grid](
             x, dy, dx, mean, var, weight if affine else x, sums, each.rows, each.channels, channels,
-            float(x.numel() // channels), EPS=ctx.eps, AFFINE=affine, **_constants(each, x),
+            x.numel() // channels, EPS=ctx.eps, AFFINE=affine, **_constants(each, x),
         )  # fmt: skip
         dw = db = None
         if affine:

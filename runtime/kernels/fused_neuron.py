@@ -29,7 +29,7 @@ from snnpart.ops_fused import FusedNeuron, Parts
 from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.choices import Choices, of_this_machine
-from snnpart.runtime.kernels.layout import laid
+from snnpart.runtime.kernels.layout import laid, whole
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
 from snnpart.runtime.kernels.sums import affine_gradients, over_programs, parameter_gradient
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
@@ -69,9 +69,16 @@ class Fused:
         return step_of_region(self.target, self._module)
 
     def __call__(self, *args: Any) -> Tensor:
-        if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
+        if not self._takes(args):
             return self._reference(*args) if self._state is None else self._rounded(*args)
         return self._run(args)(*args)
+
+    def _takes(self, args: Sequence[Any]) -> bool:
+        """Whether x is on a GPU, and running statistics, which kernels update in place, are whole in memory."""
+        if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
+            return False
+        running = () if self._parts.norm is None else self._parts.norm.args[3:5]
+        return all(value is None or value.is_contiguous() for value in (self._value(item, args) for item in running))
 
     @property
     def _state(self) -> torch.dtype | None:
@@ -128,7 +135,7 @@ class Fused:
         """The call, and x and the residual as its kernels take them."""
         x, residual = args[self._places[self._parts.x]], self._value(self._parts.residual, args)
         x = x.flatten(0, 1) if x.dim() == self._dims else x  # [T, N, ...], or one step [1, N, ...]
-        p = tuple(self._parameter(name, args) for name in self.step.parameters)
+        p = tuple(self._parameter(name, args).contiguous() for name in self.step.parameters)
         norm = None if self._parts.norm is None else self._norm(args)
         state = "" if self._state is None else self.target.state
         x = x if inner_of(x) is not None else x.contiguous()
@@ -150,7 +157,8 @@ class Fused:
     def _norm(self, args: Sequence[Any]) -> _Norm:
         assert self._parts.norm is not None
         kind: Any = self._parts.norm.target
-        return _Norm(kind, self.target.steps, *(self._value(item, args) for item in self._parts.norm.args[1:9]))
+        weight, bias, *rest = (self._value(item, args) for item in self._parts.norm.args[1:9])
+        return _Norm(kind, self.target.steps, whole(weight), whole(bias), *rest)
 
 
 @dataclass(frozen=True)
@@ -340,7 +348,7 @@ class _Backward:
         dx = torch.empty_like(x) if write else x
         parts = x.new_empty((len(self.form.sums), tiles.programs, tiles.channels) if reduce else 1, dtype=compute)
         kernel = _kernel(backward_source(call.step, self.form, write=write, reduce=reduce), "backward")
-        count = float(call.count) if self.form.norm else 1.0
+        count = call.count if self.form.norm else 1  # an int: a float would be one of 32 bits
         kernel[tiles.grid](
             x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
             *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute],

@@ -65,7 +65,7 @@ def copy_laid(to: Tensor, source: Tensor) -> None:
     """`to.copy_(source)` of the same shape and dtype, in whatever layouts. Not differentiable."""
     dims = _dims(to, source)
     reads, writes = _innermost(dims, "source"), _innermost(dims, "to")
-    if to.dtype != source.dtype or reads is None or writes is None:
+    if to.dtype != source.dtype or reads is None or writes is None or _is_read_otherwise(source):
         to.copy_(source)
     elif reads is writes:
         _copy_runs(to, source, [dim for dim in dims if dim is not reads], reads)
@@ -73,6 +73,11 @@ def copy_laid(to: Tensor, source: Tensor) -> None:
         to.copy_(source)
     else:
         _turn(to, source, [dim for dim in dims if dim is not reads and dim is not writes], writes, reads)
+
+
+def _is_read_otherwise(x: Tensor) -> bool:
+    """Whether the numbers of x may be others than those in memory, as in the imaginary part of a conjugate."""
+    return x.is_complex() or x.is_neg()
 
 
 def _dims(to: Tensor, source: Tensor) -> list[_Dim]:
@@ -144,6 +149,11 @@ def channels_last(x: Tensor) -> Tensor:
     if not x.is_cuda or ops_layout.lies_last(x):
         return ops_layout.channels_last(x)
     return laid(x, ops_layout.empty_last)
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    """x for a kernel that reads its numbers one behind the other; a parameter may be a column of another."""
+    return None if x is None else x.contiguous()
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

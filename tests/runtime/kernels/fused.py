@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, multiprocessing, nn
+from torch.nn import functional
 
 from snnpart import frameworks, shared_statistics
 from snnpart.compilation import Options, compile_program
@@ -58,6 +59,25 @@ class Still(Block):
         y = self.norm(self.conv(x[:1].repeat(x.shape[0], 1, 1, 1, 1).flatten(0, 1)))
         spikes: Tensor = self.neuron(y.unflatten(0, x.shape[:2]))
         return spikes + x if self.residual else spikes
+
+
+class Columns(Block):
+    """A block whose norm's weight and bias, and whose neuron's leak, are columns of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity(), residual=False)
+        start = torch.tensor([1.2, 0.3, 0.4])
+        self.norm, self.columns = nn.Identity(), nn.Parameter(start + 0.1 * torch.rand(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias, leak = self.columns.unbind(1)
+        y = functional.batch_norm(self.conv(x.flatten(0, 1)), None, None, weight, bias, True)
+        v, made = torch.zeros_like(y[: x.shape[1]]), []
+        for now in y.unflatten(0, x.shape[:2]):
+            v = v * leak.view(-1, 1, 1) + now
+            made.append(Spike.apply(v - 1.0))
+            v = v - made[-1].detach()
+        return torch.stack(made)
 
 
 class Steps(nn.Module):
@@ -158,6 +178,7 @@ def cases() -> dict[str, Case]:
         "no norm": Case(partial(_block, lif, norm=False)),
         "long": Case(partial(_block, spikingjelly_neurons()["PLIF"]), steps=20),
         "prime": Case(partial(_block, lif), steps=17),
+        "columns": Case(Columns),
         "written": Case(lambda: Steps(Written())),
         "written, long": Case(lambda: Steps(Written()), steps=18),
         "each step's statistics": Case(lambda: Steps(Written(), norm=True)),
@@ -184,7 +205,7 @@ SHARED = ("LIF-detached", "still", "each step's statistics")
 """Cases that are also run with one sample, and by two ranks, which share BatchNorm's statistics."""
 ONE_SAMPLE = tuple(f"one sample, {name}" for name in SHARED)
 BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", *ONE_SAMPLE)
-SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "Synaptic",
+SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "columns", "Synaptic",
          "each step's statistics", *ONE_SAMPLE)  # fmt: skip
 """What the default tests run; the rest belongs to the long matrix."""
 
