@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from snnpart import facts, frameworks
 from snnpart.errors import SnnpartError
 from snnpart.facts import Value
+from snnpart.first_states import start_number
 from snnpart.frameworks.clone import settle
 from snnpart.neuron_step import NeuronStep, Runner, Scan, Start, StepError, scan_of_leaf, scan_of_loop, trace_step
 from snnpart.ops_fused import FusedNeuron, parts, scan_input
@@ -20,7 +21,6 @@ from snnpart.ops_time import Loop, leaf_paths
 from snnpart.step_code import check_code
 from snnpart.text.nodes import print_fx
 
-_FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
 _EXAMPLE = 0.5
 _known: dict[str, NeuronStep | str] = {}
 
@@ -126,7 +126,7 @@ def _key(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> s
     graphs = [print_fx(graph, with_facts=False, with_origin=False) for graph in loop.graphs]
     given: Any = scan.args
     _, fixed, carried = given
-    return repr((dims, encoded, graphs, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan)))
+    return repr((dims, encoded, graphs, list(map(_fixed, fixed)), _starts(carried, fixed), _result(scan)))
 
 
 def _result(scan: fx.Node) -> int:
@@ -141,7 +141,7 @@ def _scan(scan: fx.Node, loop: Loop | None, leaves: Mapping[str, nn.Module]) -> 
         return scan_of_leaf(name, leaf)
     given: Any = scan.args
     _, fixed, carried = given
-    return scan_of_loop(loop, leaves, list(map(_fixed, fixed)), list(map(_start, carried)), _result(scan))
+    return scan_of_loop(loop, leaves, list(map(_fixed, fixed)), _starts(carried, fixed), _result(scan))
 
 
 def _fixed(item: Any) -> Any:
@@ -149,23 +149,18 @@ def _fixed(item: Any) -> Any:
     return torch.full((1,), _EXAMPLE) if isinstance(item, fx.Node) else item
 
 
-def _start(item: Any) -> Any:
+def _starts(carried: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+    return [_start(item, fixed) for item in carried]
+
+
+def _start(item: Any, fixed: Sequence[Any]) -> Any:
     """What a loop is first given as state: nothing, an empty tensor, or one number everywhere."""
     if not isinstance(item, fx.Node):
         return item
     value = facts.get(item, Value)
     if value is not None and value.numel == 0:
         return Start(None)
-    number = start_number(item)
+    number = start_number(item, fixed)
     if number is None:
         raise StepError("its first state is computed outside the loop")
     return Start(number)
-
-
-def start_number(node: fx.Node) -> float | None:
-    """The number that a tensor is filled with where it is made; None where it is not made so."""
-    name = str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name in ("full", "full_like", "new_full"):
-        value: Any = node.args[-1] if len(node.args) > 1 else node.kwargs.get("fill_value")
-        return float(value) if isinstance(value, (int, float)) else None
-    return _FILLS.get(name)

@@ -9,7 +9,7 @@ indexing it with t gives a value of step t. A block that is called again in dept
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,20 @@ class Loop:
     length: int = 1
 
 
-def find(graph: SpikeGraph) -> Loop:
-    """The graph's time loop; no steps and no groups when there is none."""
+def find(graph: SpikeGraph, *, early: bool = False) -> Loop:
+    """The graph's time loop; no steps and no groups when there is none.
+
+    Args:
+        early: a frame is read at the latest step of the rest that goes into what reads it, as a state into which it
+            goes is then of the step before; else what reads it is of the frame's step.
+    """
     groups = _repeated(graph)
     length, whole = _length(graph, groups)
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
     steps = _spread(graph, seeds(whole, length), times, length)
-    for nodes in _reads(graph, steps, length) if whole else []:
+    called = seeds(whole, length)
+    known = {node: step for node, step in steps.items() if early or node in called or _read(node, times) is not None}
+    for nodes in _reads(graph, steps, known, length) if whole else []:
         later = _spread(graph, seeds([*whole, nodes], length), times, length)
         if _too_early(later) <= _too_early(steps):
             whole, steps = [*whole, nodes], later
@@ -68,9 +75,12 @@ def _repeated(graph: SpikeGraph) -> list[list[fx.Node]]:
     return list(groups.values())
 
 
-def _reads(graph: SpikeGraph, steps: Mapping[fx.Node, int], length: int) -> list[list[fx.Node]]:
+def _reads(
+    graph: SpikeGraph, steps: Mapping[fx.Node, int], known: Mapping[fx.Node, int], length: int
+) -> list[list[fx.Node]]:
     """The reads of single places of one tensor from outside the loop: of its frames, if there are as many. Those of the
-    last steps may be missing: what nobody needs is not traced."""
+    last steps may be missing: what nobody needs is not traced. Those of one line are taken apart where all of them are
+    too many: a first state may be made like a frame (`zeros_like(x[0])`). `known`: steps that later reads leave."""
     groups: defaultdict[object, list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         source = node.args[0] if node.args else None
@@ -78,7 +88,19 @@ def _reads(graph: SpikeGraph, steps: Mapping[fx.Node, int], length: int) -> list
             dim = _dim_read(node) if kinds.name_of(node) in ("select", "getitem") else None
             if dim is not None:
                 groups[source, dim].append(node)
-    return [nodes for nodes in groups.values() if _in_time(nodes, steps, length)]
+    return [nodes for group in groups.values() for nodes in _in_time(group, known, length)]
+
+
+def _in_time(nodes: list[fx.Node], known: Mapping[fx.Node, int], length: int) -> Iterator[list[fx.Node]]:
+    """The reads, or else those of one line, that come one a step."""
+    if _one_a_step(nodes, known, length):
+        yield nodes
+        return
+    lines: defaultdict[object, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        origin = facts.origin(node)
+        lines[origin.module, origin.file, origin.line].append(node)
+    yield from (line for line in lines.values() if len(line) < len(nodes) and _one_a_step(line, known, length))
 
 
 def _is_whole(source: fx.Node) -> bool:
@@ -86,11 +108,12 @@ def _is_whole(source: fx.Node) -> bool:
     return kinds.value_of(source) is not None or kinds.name_of(source) == "unbind"
 
 
-def _in_time(nodes: list[fx.Node], steps: Mapping[fx.Node, int], length: int) -> bool:
-    """Whether the reads come one a step: what reads them is of their step, or of none yet."""
+def _one_a_step(nodes: list[fx.Node], known: Mapping[fx.Node, int], length: int) -> bool:
+    """Whether no call of a step reads what one of a later step would. What is computed of a read is of no step yet: it
+    may go into a state, whose step is not known by what the step before left of it."""
     if len(nodes) % length == 0:
-        return all(place * length // len(nodes) <= _needed(node, steps, length) for place, node in enumerate(nodes))
-    needed = [_needed(node, steps, place) for place, node in enumerate(nodes)]
+        return all(place * length // len(nodes) <= _needed(node, known, length) for place, node in enumerate(nodes))
+    needed = [_needed(node, known, place) for place, node in enumerate(nodes)]
     return length < 2 * len(nodes) < 2 * length and all(step <= place for place, step in enumerate(needed))
 
 

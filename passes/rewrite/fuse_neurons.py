@@ -19,7 +19,7 @@ torch.compile makes the kernels of that one. What stays as it is, is named with 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,10 @@ from torch import fx
 from snnpart import facts, ops
 from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Origin, State, Value
+from snnpart.first_states import own_start, start_number
 from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
-from snnpart.neuron_scan import draws, leaf_number, start_number, step_of
+from snnpart.neuron_scan import draws, leaf_number, step_of
 from snnpart.neuron_step import NeuronStep, StepError
 from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, scan_input, splits_time
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps, leaf_paths
@@ -177,23 +178,48 @@ class _Chain:
 
 def _chain(scan: fx.Node, *, norm: bool = True) -> _Chain:
     made = [scan] if scan.op == "call_module" else [scan, next(iter(scan.users))]
-    starts = [n for n in scan.all_input_nodes if start_number(n) is not None and len(n.users) == 1]
-    before = _before(scan) if norm else _expansion(scan_input(scan))
+    starts = _own_starts(scan)
+    before = _before(scan, starts) if norm else _expansion(scan_input(scan))
     return _Chain((*before, *starts, *made, *_addition_behind(made[-1])), scan)
 
 
-def _before(scan: fx.Node) -> list[fx.Node]:
-    """What alone leads to the scan: an expansion over the steps, and a norm with the views behind it."""
+def _own_starts(scan: fx.Node) -> list[fx.Node]:
+    """What makes the first states that are numbers, now read by this scan alone."""
+    if scan.op == "call_module":
+        return []
+    sequences, fixed, carried = scan.args
+    found = [i for i in carried if isinstance(i, fx.Node) and start_number(i, fixed) is not None]  # type: ignore[union-attr, arg-type]
+    own = {start: own_start(start) for start in found}
+    scan.args = (sequences, fixed, tuple(own[item][-1] if item in own else item for item in carried))  # type: ignore[union-attr, index]
+    for start in own:
+        _erase_unread(start)
+    return [node for nodes in own.values() for node in nodes]
+
+
+def _erase_unread(node: fx.Node) -> None:
+    if node.users or node.op == "placeholder":
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase_unread(source)
+
+
+def _before(scan: fx.Node, starts: Sequence[fx.Node]) -> list[fx.Node]:
+    """What alone leads to the scan, and to its first states: an expansion over the steps, and a norm with the views
+    behind it."""
     node: Any = scan_input(scan)
     passed, steps = _expansion(node), facts.need(node, Value).shape[0]
     if not passed:
-        while splits_time(node) and len(node.users) == 1:
+        readers = {scan, *starts}
+        while splits_time(node) and readers.issuperset(node.users):
             passed.insert(0, node)
+            readers.add(node)
             node = node.args[0]
-        apart = _is_norm(node, batch_norm_steps) and node.args[9] == steps <= STEPS_APART
-        return [node, *passed] if apart or _is_norm(node, ops.batch_norm) else []
+        apart = _is_norm(node, batch_norm_steps, readers) and node.args[9] == steps <= STEPS_APART
+        return [node, *passed] if apart or _is_norm(node, ops.batch_norm, readers) else []
     norm: Any = passed[0].args[0]
-    for_all = any(_is_norm(norm, kind) for kind in (ops.batch_norm_copies, batch_norm_repeated))
+    for_all = any(_is_norm(norm, kind, {passed[0]}) for kind in (ops.batch_norm_copies, batch_norm_repeated))
     return [norm, *passed] if for_all and norm.args[9] == steps else passed
 
 
@@ -206,9 +232,11 @@ def _expansion(node: fx.Node) -> list[fx.Node]:
     return [source, node] if new_dim else []
 
 
-def _is_norm(node: Any, kind: Any) -> bool:
-    """Whether a node is a norm of the kind that only one node reads, and whose average is no cumulative one."""
-    return isinstance(node, fx.Node) and node.target is kind and len(node.users) == 1 and node.args[7] is not None
+def _is_norm(node: Any, kind: Any, readers: Collection[fx.Node]) -> bool:
+    """Whether a node is a norm of the kind that only these nodes read, and whose average is no cumulative one."""
+    if not isinstance(node, fx.Node) or node.target is not kind:
+        return False
+    return set(node.users) <= set(readers) and node.args[7] is not None
 
 
 def _addition_behind(node: fx.Node) -> list[fx.Node]:

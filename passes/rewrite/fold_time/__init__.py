@@ -6,6 +6,7 @@ together from step to step (neuron state, recurrent weights) is one `Loop` node 
 graph's size does not depend on T.
 
     steps    which node runs at which step
+    first_numbers  how a state that begins as a Python number enters the first step
     columns  which nodes are the same operation at successive steps, and what they carry over
     weights  what is computed from the network's tensors alone, once
     parts    what depends on what: the form of each part (`forms`), the parts that stay sequential
@@ -36,6 +37,7 @@ from snnpart.passes.rewrite.fold_time import steps as steps_of
 from snnpart.passes.rewrite.fold_time import totals, views
 from snnpart.passes.rewrite.fold_time.columns import Column, Columns, match
 from snnpart.passes.rewrite.fold_time.emit import PASS, Emitter, Unplaced, carries_gradient
+from snnpart.passes.rewrite.fold_time.first_numbers import put_in_place
 from snnpart.passes.rewrite.fold_time.parts import Entangled, Part
 from snnpart.passes.rewrite.fold_time.sequential import emit_loop
 from snnpart.passes.rewrite.fold_time.steps import Steps
@@ -61,10 +63,8 @@ class FoldTime:
         done: list[str] = []
         left: dict[str, str] = {}
         for _ in range(_LOOPS):
-            steps, size = steps_of.find(graph), len(graph.graph.nodes)
-            if steps is None:
-                break
-            columns, parts = _fold(graph, _better(graph, steps))
+            size = len(graph.graph.nodes)
+            columns, parts = _fold_one(graph)
             left = {name: why for name, why in left.items() if name not in {node.name for node in columns.of}}
             left = _left(columns) | left
             if len(graph.graph.nodes) >= size and done:
@@ -72,6 +72,19 @@ class FoldTime:
             done += _done(columns, parts)
         if done:
             graph.notes[PASS] = "\n".join((*done, *left.values()))
+
+
+def _fold_one(graph: SpikeGraph) -> tuple[Columns, list[Part]]:
+    """Fold a loop: with what reads a frame at the frame's step, or, where nothing folds so, at the step before."""
+    for early in (False, True):
+        steps = steps_of.find(graph, early=early)
+        if steps is None:
+            break
+        put_in_place(steps)
+        columns, parts = _fold(graph, _better(graph, steps))
+        if early or not all(column.indices for column in columns.columns):  # more folds than reads of frames
+            return columns, parts
+    return Columns(0, [], {}, {}, {}), []
 
 
 def _better(graph: SpikeGraph, steps: Steps) -> Steps:

@@ -58,11 +58,11 @@ def key_of(node: fx.Node) -> Hashable:
     return node.op, node.target, origin.module, origin.file, origin.line
 
 
-def find(graph: SpikeGraph) -> Steps | None:
-    """The steps of the graph's time loop; None when there is no loop of two steps or more."""
+def find(graph: SpikeGraph, *, early: bool = False) -> Steps | None:
+    """The steps of the graph's time loop; None when there is no loop of two steps or more. `early`: as in `loops`."""
     if _takes_all_steps(graph):
         return None
-    loop = loops.find(graph)
+    loop = loops.find(graph, early=early)
     count = loop.length
     if count < 2 or not loop.groups:
         return None
