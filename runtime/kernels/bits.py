@@ -23,7 +23,7 @@ BLOCK = 256
 
 def pack(x: Tensor, states: States) -> Tensor:
     """The bit planes of x, bytes [b, ceil(n / 8)]."""
-    if triton is None or not x.is_cuda or x.dtype is torch.float64:
+    if not _takes(x) or x.dtype is torch.float64:
         return bits.pack(x, states)
     flat = x.contiguous().view(torch.uint8 if x.dtype is torch.bool else x.dtype).reshape(-1)
     size = -(-flat.numel() // 8)
@@ -34,6 +34,10 @@ def pack(x: Tensor, states: States) -> Tensor:
     return planes
 
 
+def _takes(x: Tensor) -> bool:
+    return triton is not None and (x.is_cuda or bool(triton.knobs.runtime.interpret))
+
+
 def unpack(planes: Tensor, elements: int, states: States, dtype: torch.dtype) -> Tensor:
     """The first `elements` numbers of bit planes, in one dim."""
     out = torch.empty(elements, dtype=dtype, device=planes.device)
@@ -42,9 +46,10 @@ def unpack(planes: Tensor, elements: int, states: States, dtype: torch.dtype) ->
 
 
 def unpack_into(planes: Tensor, out: Tensor, states: States) -> None:
-    """Put the first numbers of bit planes into `out` [outer, size, inner], whose rows [size, inner] are contiguous."""
+    """Put the first numbers of bit planes into `out` [outer, size, inner], whose rows [size, inner] are contiguous. The
+    planes may go on behind them: pieces that are smaller than others travel at the size of the largest."""
     elements = out.numel()
-    if triton is None or not planes.is_cuda or out.dtype is torch.float64:
+    if not _takes(planes) or out.dtype is torch.float64:
         out.copy_(bits.unpack(planes, elements, states, out.dtype).view(out.shape))
         return
     size, low = planes.shape[1], 0 if out.dtype is torch.bool else states[0]
@@ -93,7 +98,7 @@ if triton is not None:  # its parser looks annotations up: only tl's may stand i
         to = (row + more) * apart + (inside - more * run)
         if EIGHTS:
             to = tl.multiple_of(to, 8)[:, None] + place[None, :]
-            kept = (byte * 8 < n)[:, None]  # the planes may be longer than the value, never a part of a byte
+            kept = (byte * 8 < n)[:, None]
         else:
             kept = at < n
         tl.store(out + to, (code + low).to(out.dtype.element_ty), mask=kept)

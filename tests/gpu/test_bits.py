@@ -10,6 +10,7 @@ import torch
 from snnpart import bits
 from snnpart.ops_packed import PackedInput
 from snnpart.runtime.kernels import bits as kernels
+from tests.runtime.kernels.planes import CASES, Gathered
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -37,6 +38,12 @@ def test_runs_go_to_their_places_in_a_larger_value(dtype: torch.dtype, shape: tu
     kernels.unpack_into(planes, whole[:, 3 : 3 + shape[1]], (0, 2))
     assert torch.equal(whole[:, 3 : 3 + shape[1]].cpu(), x)
     assert not whole[:, :3].any() and not whole[:, 3 + shape[1] :].any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_uneven_size_are_put_side_by_side(dtype: torch.dtype, case: Gathered) -> None:
+    assert case.wrong(dtype, "cuda") == []
 
 
 @pytest.mark.parametrize("captured", [False, True])

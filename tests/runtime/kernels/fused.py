@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, multiprocessing, nn
-from torch.nn import functional
 
 from snnpart import frameworks, shared_statistics
 from snnpart.compilation import Options, compile_program
@@ -29,6 +28,7 @@ from snnpart.program import CompiledProgram
 from snnpart.runtime.collectives import Axis, GroupCollectives
 from snnpart.runtime.kernels.fused_neuron import Fused
 from tests.nets import Spike
+from tests.runtime.kernels.hand_written import Columns, networks
 
 
 class Block(nn.Module):
@@ -59,25 +59,6 @@ class Still(Block):
         y = self.norm(self.conv(x[:1].repeat(x.shape[0], 1, 1, 1, 1).flatten(0, 1)))
         spikes: Tensor = self.neuron(y.unflatten(0, x.shape[:2]))
         return spikes + x if self.residual else spikes
-
-
-class Columns(Block):
-    """A block whose norm's weight and bias, and whose neuron's leak, are columns of one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Identity(), residual=False)
-        start = torch.tensor([1.2, 0.3, 0.4])
-        self.norm, self.columns = nn.Identity(), nn.Parameter(start + 0.1 * torch.rand(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias, leak = self.columns.unbind(1)
-        y = functional.batch_norm(self.conv(x.flatten(0, 1)), None, None, weight, bias, True)
-        v, made = torch.zeros_like(y[: x.shape[1]]), []
-        for now in y.unflatten(0, x.shape[:2]):
-            v = v * leak.view(-1, 1, 1) + now
-            made.append(Spike.apply(v - 1.0))
-            v = v - made[-1].detach()
-        return torch.stack(made)
 
 
 class Steps(nn.Module):
@@ -192,6 +173,7 @@ def cases() -> dict[str, Case]:
         "Synaptic": Case(lambda: Steps(snn.Synaptic(alpha=0.8, beta=0.9), states=2), dtype=torch.float32),
         "Alpha": Case(lambda: Steps(snn.Alpha(alpha=0.9, beta=0.8), states=3), dtype=torch.float32),
     }
+    found |= {name: Case(networks()[name]) for name in WRITTEN}
     found |= {f"one sample, {name}": replace(found[name], samples=1) for name in SHARED}
     if importlib.util.find_spec("norse"):
         import norse.torch as norse
@@ -201,12 +183,14 @@ def cases() -> dict[str, Case]:
     return found
 
 
+WRITTEN = ("leaky from zeros, all steps", "learned from a number, each step", "integrating from one zero, all steps",
+           "towards from what it tends to, each step", "reset later from zeros, all steps")  # fmt: skip
 SHARED = ("LIF-detached", "still", "each step's statistics")
 """Cases that are also run with one sample, and by two ranks, which share BatchNorm's statistics."""
 ONE_SAMPLE = tuple(f"one sample, {name}" for name in SHARED)
 BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", *ONE_SAMPLE)
 SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "columns", "Synaptic",
-         "each step's statistics", *ONE_SAMPLE)  # fmt: skip
+         "each step's statistics", *WRITTEN[:2], *ONE_SAMPLE)  # fmt: skip
 """What the default tests run; the rest belongs to the long matrix."""
 
 
