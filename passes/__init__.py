@@ -12,6 +12,7 @@ from snnpart.passes.rewrite.canonicalize import Canonicalize
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
 from snnpart.passes.rewrite.merge_views import MergeViews
+from snnpart.passes.rewrite.stack_places import StackPlaces
 
-REWRITE: tuple[Pass, ...] = (Canonicalize(), FoldTime(), HoistInvariant(), MergeViews())
+REWRITE: tuple[Pass, ...] = (Canonicalize(), StackPlaces(), FoldTime(), HoistInvariant(), MergeViews())
 ANALYZE: tuple[Pass, ...] = (AnalyzeState(), AnalyzeTime(), AnalyzeDomain(), AnalyzeCost(), AnalyzeRepeats())

@@ -1,8 +1,8 @@
 """What a loop is first given as state: which number all of it is, where that can be told from how it is made.
 
-Filled tensors (`zeros_like`, `full`) are one number, and so is what arithmetic makes of such: of `v = decay * v + x`
-with v from zeros, fold-time carries `decay * v` and begins with `decay * zeros`. Zero times what every step reads is
-zero, as that is a finite number in any network that can be trained.
+Filled tensors (`zeros_like`, `full`) are one number, and so are their parts and what arithmetic makes of such: of
+`v = decay * v + x` with v from zeros, fold-time carries `decay * v` and begins with `decay * zeros`. Zero times what
+every step reads is zero, as that is a finite number in any network that can be trained.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def start_number(node: fx.Node, fixed: Collection[Any] = ()) -> float | None:
     """
     if node.target in _ARITHMETIC:
         return _of_arithmetic(node, fixed)
+    if node.target in (operator.getitem, torch.select) and isinstance(node.args[0], fx.Node):
+        return start_number(node.args[0], fixed)
     name = str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in ("full", "full_like", "new_full"):
         value: Any = node.args[-1] if len(node.args) > 1 else node.kwargs.get("fill_value")

@@ -27,6 +27,7 @@ def made(function: Callable[..., Tensor]) -> fx.Node:
 NUMBERS: dict[str, tuple[Callable[..., Tensor], float]] = {
     "zeros": (lambda x, p: torch.zeros(2, 3), 0.0),
     "ones like a frame": (lambda x, p: torch.ones_like(x[0]), 1.0),
+    "a part of zeros": (lambda x, p: torch.zeros(2, 3, 4)[..., 0], 0.0),
     "filled": (lambda x, p: torch.full((2, 3), 0.25), 0.25),
     "decayed": (lambda x, p: 0.5 * torch.full((2, 3), 0.25), 0.125),
     "one less zero": (lambda x, p: 1 - torch.zeros_like(x[0]), 1.0),

@@ -59,6 +59,8 @@ def respell(node: fx.Node) -> None:
         _respell_method(node)
     elif node.op == "call_function":
         _respell_function(node)
+    if node.target is operator.getitem:
+        _respell_index(node)
     if node.op == "call_function" and node.target in spelling.SIGNATURES:
         _respell_arguments(node, spelling.SIGNATURES[node.target])
 
@@ -132,6 +134,19 @@ def _divide_number(node: fx.Node, number: Any, x: Any) -> None:
         inverse = node.graph.call_function(torch.reciprocal, (x,))
     facts.put(inverse, *facts.every(node).values())
     _become(node, torch.mul, (inverse, number))
+
+
+def _respell_index(node: fx.Node) -> None:
+    """`x[:, t, ...]` with a slice for each dim that the dots stand for, so that every number has its dim's place."""
+    source, index = node.args
+    value = facts.get(source, Value) if isinstance(source, fx.Node) else None
+    if value is None or not isinstance(index, tuple) or not any(item is Ellipsis for item in index):
+        return
+    plain = [item for item in index if isinstance(item, (int, slice)) and not isinstance(item, bool)]
+    if len(plain) + sum(item is None for item in index) + 1 == len(index):
+        at = next(i for i, item in enumerate(index) if item is Ellipsis)
+        rest = (slice(None),) * (len(value.shape) - len(plain))
+        node.args = (source, (*index[:at], *rest, *index[at + 1 :]))
 
 
 def _become(node: fx.Node, function: Function, args: tuple[Any, ...]) -> None:

@@ -57,6 +57,13 @@ SPELLINGS: dict[str, tuple[Callable[[Tensor], Any], Any, tuple[Any, ...]]] = {
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), F.avg_pool2d, ((2, 2), (2, 2), (0, 0), False, True)),
     "clamp": (lambda x: x.clip(min=0), torch.clamp, (0, None)),
     "x[0]": (lambda x: x[:, 0], operator.getitem, ((slice(None), 0),)),
+    "x[:, 0, ...]": (lambda x: x[:, 0, ...], operator.getitem, ((slice(None), 0, slice(None), slice(None)),)),
+    "x[..., 0]": (lambda x: x[..., 0], operator.getitem, ((slice(None),) * 3 + (0,),)),
+    "x[0, ..., None, 1]": (
+        lambda x: x[0, ..., None, 1],
+        operator.getitem,
+        ((0, slice(None), slice(None), None, 1),),
+    ),
     "dropout": (lambda x: F.dropout(x, 0.25, True), torch.dropout, (0.25, True)),
     "chunk": (lambda x: x.chunk(3, -3)[1], torch.chunk, (3, 1)),
 }
