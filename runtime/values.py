@@ -145,7 +145,7 @@ def _safetensors(file: Path) -> dict[str, Callable[[], Tensor]]:
 def _reset(model: nn.Module, names: Mapping[int, str], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Each tensor as its module's `reset_parameters` makes it, one module in memory at a time."""
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         for path, module in model.named_modules():
             held = {**module._parameters, **module._buffers}
             blank = {name: x for name, x in held.items() if x is not None and x.is_meta}

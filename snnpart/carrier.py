@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from snnpart.frameworks import preserved, reset_state
 from snnpart.graph import SpikeGraph
 from snnpart.program import CompiledProgram
+from snnpart.seeded import seeded
 from snnpart.windows import StateArguments
 
 Compile = Callable[[Any, tuple[int | None, ...], Any, bool, int], CompiledProgram]
@@ -78,6 +79,5 @@ class StateCarrier:
 
     def _run(self, states: Sequence[Tensor]) -> Any:
         reset_state(self._model, self._reset)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0, self._example):
             return self._model(self._example, states)

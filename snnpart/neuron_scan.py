@@ -45,7 +45,8 @@ def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
     found = None if key is None else _known.get(key)
     if found is None:
         try:
-            found = trace_step(_scan(scan, loop, own), len(facts.need(scan_input(scan), Value).shape) - 1)
+            with torch.random.fork_rng(devices=[]):
+                found = trace_step(_scan(scan, loop, own), len(facts.need(scan_input(scan), Value).shape) - 1)
             check_code(found)
         except StepError as error:
             found = str(error)

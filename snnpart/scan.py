@@ -11,6 +11,7 @@ saved: on the CPU larger ones are made step by step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from snnpart import effects
+from snnpart import effects, frameworks
 from snnpart.ops_time import Loop, apart, joined, leaf_paths, run_steps
 from snnpart.ops_time import Step as Run
 from snnpart.step_graph import Shape, Step, StepModule, carries_alike, open_step
@@ -98,7 +99,8 @@ class Scan:
         if key not in self._opened:
             while len(self._opened) >= _KEPT:
                 self._opened.pop(next(iter(self._opened)))
-            self._opened[key] = _opened(self._loop, leaves, self._first, sequences, fixed, carried)
+            with _unchanged(leaves, given):
+                self._opened[key] = _opened(self._loop, leaves, self._first, sequences, fixed, carried)
         return self._opened[key]
 
     def _can_open(self, leaves: Mapping[str, nn.Module], given: Packed) -> bool:
@@ -107,6 +109,7 @@ class Scan:
         explicit = all(len(node.all_input_nodes) + (None in node.args) > 1 for node in calls)
         plain = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in given.tensors)
         modules = [module for leaf in leaves.values() for module in leaf.modules()]
+        plain = plain and not any(p.is_inference() for module in modules for p in module.parameters(recurse=False))
         hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
         return explicit and plain and not (hooked or self._has_effects or torch.compiler.is_compiling())
 
@@ -118,6 +121,15 @@ def _tensors(leaf: nn.Module) -> Iterator[Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield buffer
+
+
+@contextmanager
+def _unchanged(leaves: Mapping[str, nn.Module], given: Packed) -> Iterator[None]:
+    """A block that tries the step: the layers, which may keep their state beside returning it, and the random numbers
+    are afterwards what they were."""
+    devices = {x.device.index for x in given.tensors if x.is_cuda}
+    with frameworks.preserved(nn.ModuleList(leaves.values())), torch.random.fork_rng(sorted(devices)):
+        yield
 
 
 def _opened(

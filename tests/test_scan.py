@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from snnpart import parallelize
 from snnpart.frameworks import adapter_for
 from snnpart.graph import Body
 from snnpart.ops_time import Loop
@@ -184,3 +187,110 @@ def test_shapes_and_modes_are_opened_apart() -> None:
         assert torch.allclose(run(x)[0], module(x), atol=1e-12)
         with torch.no_grad():
             assert torch.allclose(run(x)[0], module(x), atol=1e-12)
+
+
+def _gentle(x: Tensor, grad: Tensor, spikes: Tensor) -> Tensor:
+    return grad / (1 + x.abs())
+
+
+KEEPS_ITS_STATE = {
+    "custom surrogate, Leaky": ("Leaky", 1, {"beta": 0.9, "spike_grad": _gentle}),
+    "custom surrogate, Lapicque": ("Lapicque", 1, {"R": 5.1, "C": 1.0, "spike_grad": _gentle}),
+    "custom surrogate, Synaptic": ("Synaptic", 2, {"alpha": 0.8, "beta": 0.9, "spike_grad": _gentle}),
+    "custom surrogate, Alpha": ("Alpha", 3, {"alpha": 0.9, "beta": 0.8, "threshold": 0.2, "spike_grad": _gentle}),
+    "custom surrogate, RLeaky": ("RLeaky", 2, {"beta": 0.9, "all_to_all": False, "spike_grad": _gentle}),
+    "custom surrogate, RSynaptic": (
+        "RSynaptic", 3, {"alpha": 0.8, "beta": 0.9, "all_to_all": False, "spike_grad": _gentle}),
+    "reset at once, Leaky": ("Leaky", 1, {"beta": 0.9, "reset_delay": False}),
+    "reset at once, Synaptic": ("Synaptic", 2, {"alpha": 0.8, "beta": 0.9, "reset_delay": False}),
+    "reset at once, RLeaky": ("RLeaky", 2, {"beta": 0.9, "all_to_all": False, "reset_delay": False}),
+    "no reset, Alpha": ("Alpha", 3, {"alpha": 0.9, "beta": 0.8, "threshold": 0.2, "reset_mechanism": "none"}),
+}  # fmt: skip
+"""snnTorch's layers that keep their state although they are given it, and whose first step is not like the others."""
+
+
+class _Given(nn.Module):
+    """A loop over time that gives a neuron layer the state that it returned, at first None."""
+
+    def __init__(self, layer: Any, states: int) -> None:
+        super().__init__()
+        self.fc, self.layer, self.states = nn.Linear(4, 5), layer, states
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, made = (None,) * self.states, []
+        for now in x:
+            out = self.layer(self.fc(now), *state)
+            state = out[len(out) - self.states :]
+            made.append(out[0])
+        return torch.stack(made)
+
+
+def _given(name: str) -> _Given:
+    snn = pytest.importorskip("snntorch")
+    kind, states, given = KEEPS_ITS_STATE[name]
+    if "spike_grad" in given:
+        given = {**given, "spike_grad": snn.surrogate.custom_surrogate(given["spike_grad"])}
+    torch.manual_seed(0)
+    net = active(_Given(getattr(snn, kind)(**given), states), torch.float32)
+    assert isinstance(net, _Given)
+    return net
+
+
+def _gradients(net: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """What the module itself computes from a reset on: output, and gradients of its mean square."""
+    for layer in net.modules():
+        adapter_for(layer).reset(layer)
+    net.zero_grad(set_to_none=True)
+    y = net(x)
+    y.square().mean().backward()
+    return y.detach(), {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("name", KEEPS_ITS_STATE)
+def test_trying_the_step_leaves_the_layers_state_alone(name: str) -> None:
+    net = _given(name)
+    program = parallelize(net, example_inputs=images(4, 2, 4, dtype=torch.float32), input_layout="TND", verify="full")
+    with program.launch(device="cpu") as running:
+        for samples in (2, 3, 3):
+            x = images(4, samples, 4, dtype=torch.float32)
+            y, gradients = _gradients(net, x)
+            assert 0.01 <= float((y != 0).double().mean()) <= 0.99
+            assert torch.allclose(running.eval_step(x), y, atol=1e-6)
+            for _ in range(2):
+                running.zero_grad()
+                running.train_step(x, torch.zeros(samples), lambda out, _: out.square().mean())
+                found = running.gradients()
+                for key, wanted in gradients.items():
+                    assert wanted is not None and torch.allclose(found[key], wanted, rtol=1e-5, atol=1e-6), key
+
+
+class _Draws(nn.Module):
+    """A layer's step that draws random numbers and fails where it is told to, with its state beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.state = False, 0
+
+    def forward(self, x: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.state += 1
+        y = x * torch.rand_like(x)
+        if self.fails:
+            raise ValueError("no")
+        return y, y if v is None else v + y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trying_a_step_that_draws_or_fails_changes_nothing(fails: bool) -> None:
+    layer, x = _Draws(), images(3, 4)
+    layer.fails = fails
+    step = torch.fx.Graph()
+    given, v = step.placeholder("x"), step.placeholder("v")
+    out = step.call_module("layer", (given, v))
+    y, after = (step.call_function(operator.getitem, (out, at)) for at in (0, 1))
+    step.output((after, y))
+    scan = Scan(Loop(step, 3, ("all",)), Body({}, {"layer": layer}).bind, lambda path: layer)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="no") if fails else nullcontext():
+        scan._open((x,), (), (None,))
+    assert torch.equal(torch.get_rng_state(), before) and layer.state == 0
+    assert list(scan._opened.values()) == ([] if fails else [None])

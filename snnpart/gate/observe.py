@@ -16,10 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from snnpart import facts, hooks
-from snnpart.errors import VerifyError
+from snnpart.errors import SnnpartError, VerifyError
 from snnpart.frameworks import clone_leaf, preserved, reset_state
 from snnpart.graph import BATCH_SIZE, Body, SpikeGraph
 from snnpart.ops import Surrogate
+from snnpart.seeded import seeded
+from snnpart.trace import places
 
 Reset = Callable[[nn.Module], Any]
 _SEED = 0
@@ -55,9 +57,7 @@ class _BackwardFailed(RuntimeError):
 @contextmanager
 def same_random_numbers(inputs: Any) -> Iterator[None]:
     """Run the block with one fixed seed, and put the caller's random numbers back."""
-    devices = {t.device for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.is_cuda}
-    with torch.random.fork_rng(devices=sorted(device.index for device in devices)), torch.enable_grad():
-        torch.manual_seed(_SEED)
+    with seeded(_SEED, inputs), torch.enable_grad():
         yield
 
 
@@ -130,9 +130,18 @@ def _own_copy(x: Tensor) -> Tensor:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    try:
+        return model(*(args if isinstance(args, (tuple, list)) else (args,)), **kwargs)
+    except SnnpartError:
+        raise
+    except Exception as error:  # a layer that stays whole is first run here: the tracer may know what it returns
+        below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        raise VerifyError(
+            f"the module itself fails for the example inputs: {type(error).__name__}: {error}",
+            where=places.describe(places.raised_at("", below)),
+            fix='mend the module first, or compile with verify="off"',
+        ) from error
 
 
 def copies(graph: SpikeGraph) -> tuple[Body, dict[str, Tensor]]:

@@ -233,3 +233,31 @@ def test_float32_that_flips_spikes_is_decided_in_float64(monkeypatch: pytest.Mon
     monkeypatch.setitem(TOLERANCES, torch.float64, 0.0)
     with pytest.raises(VerifyError, match="the lowered program differs from the module"):
         check_program(model, compiled, x)
+
+
+def test_a_module_that_fails_itself_is_named_with_its_line() -> None:
+    snn = pytest.importorskip("snntorch")  # a layer that stays whole: the tracer knows what it returns without a call
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.lif = nn.Linear(4, 4), snn.RSynaptic(0.8, 0.9, all_to_all=False, reset_delay=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            spikes: Tensor = self.lif(self.fc(x))[0]
+            return spikes
+
+    net, x = Failing(), torch.randn(3, 4)
+    with pytest.raises(TypeError):
+        net(x)
+    with pytest.raises(VerifyError, match="the module itself fails for the example inputs: TypeError") as error:
+        check_trace(net, traced(net, x), x)
+    assert "rsynaptic.py" in error.value.where and 'verify="off"' in error.value.fix
+
+
+def test_the_random_numbers_of_gpus_are_left_alone(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    net = Net()
+    check_trace(net, traced(net, x), x)
+    assert not seeds
