@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from snnpart import facts, frameworks
+from snnpart.compat import TorchDispatchMode
 from snnpart.errors import SnnpartError
 from snnpart.facts import Value
 from snnpart.first_states import start_number
@@ -57,15 +58,27 @@ def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
     return found
 
 
-def draws(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
-    """Whether two steps of the scan, forward and backward, draw random numbers; also where that cannot be tried."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+def draws(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> bool | None:
+    """Whether two steps of the scan, forward and backward, draw random numbers; None where that cannot be tried."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _WatchDraws() as watch:
         before = torch.get_rng_state()
         try:
             _run(scan, leaves)
-        except Exception:  # whatever a user's module raises here: nothing is known of it then
-            return True
-        return not torch.equal(before, torch.get_rng_state())
+        except Exception:  # whatever a user's module raises here: nothing more is known of it then
+            return watch.drawn or None
+        return watch.drawn or not torch.equal(before, torch.get_rng_state())
+
+
+class _WatchDraws(TorchDispatchMode):
+    """Notes whether an operation draws random numbers, also one that then refuses what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _run(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> None:

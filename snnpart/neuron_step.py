@@ -341,13 +341,13 @@ def _check_whole(whole: nn.Module, xs: Tensor, weights: Tensor, found: Tensor, d
     with torch.enable_grad():
         wanted = whole(xs)
         (grad,) = torch.autograd.grad((wanted * weights).sum(), [xs])
-    _compare("output", found, wanted.detach())
-    _compare("gradient of the input", dxs, grad)
+    _compare("output", found, wanted.detach(), "the layer has for all steps at once")
+    _compare("gradient of the input", dxs, grad, "the layer has for all steps at once")
 
 
-def _compare(what: str, found: Tensor, wanted: Tensor) -> None:
+def _compare(what: str, found: Tensor, wanted: Tensor, whose: str = "the layer") -> None:
     if not torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
-        raise StepError(f"the recorded step has another {what} than the layer")
+        raise StepError(f"the recorded step has another {what} than {whose}")
 
 
 def run_step(

@@ -48,6 +48,7 @@ _ONE = {
     "sin": "tl.sin({0})",
     "cos": "tl.cos({0})",
     "erf": "tl.erf({0})",
+    "erfc": "(1.0 - tl.erf({0}))",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
     "round": "(({0} + ROUND) - ROUND)",
@@ -271,15 +272,71 @@ def _clamp(writer: _Writer, node: fx.Node) -> _Cell:
     return writer.name(text, False)
 
 
+def _leaky_relu(writer: _Writer, node: fx.Node) -> _Cell:
+    """Of `leaky_relu(x, slope)`, or its backward, `(grad, x, slope, ...)`."""
+    *given, x = (writer.real(item) for item in node.args[: 2 if _is_backward(node) else 1])
+    at = len(given) + 1
+    slope = writer.real(node.args[at] if len(node.args) > at else node.kwargs.get("negative_slope", 0.01))
+    value = given[0] if given else x
+    return writer.name(f"tl.where({x} > 0.0, {value}, {slope} * {value}).to(CT)", False)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return "backward" in str(node.target)
+
+
+_ATAN = (-8.750608600031904e-1, -16.15753718733365, -75.00855792314705, -122.88666844901362, -64.85021904942025)
+_ATAN_BELOW = (1.0, 24.858464901423063, 165.02700983169885, 432.88106049129027, 485.3903996359137, 194.55065714826139)
+_TAN_67 = 2.414213562373095
+
+
+def _atan(writer: _Writer, node: fx.Node) -> _Cell:
+    """Cephes' way, as Triton has no atan: near 0 a quotient of polynomials, to which larger numbers are brought."""
+    named = lambda text: writer.name(text, False).text  # noqa: E731
+    x = writer.real(node.args[0])
+    size = named(f"tl.abs({x})")
+    large, middle = f"{size} > {_number(_TAN_67)}", f"{size} > {_number(0.66)}"
+    near = named(f"tl.where({large}, -1.0 / {size}, tl.where({middle}, ({size} - 1.0) / ({size} + 1.0), {size}))")
+    start = named(f"tl.where({large}, {_number(math.pi / 2)}, tl.where({middle}, {_number(math.pi / 4)}, 0.0)).to(CT)")
+    square = named(f"{near} * {near}")
+    above, below = (named(_polynomial(square, numbers)) for numbers in (_ATAN, _ATAN_BELOW))
+    found = named(f"{start} + ({near} + {near} * {square} * {above} / {below})")
+    return writer.name(f"tl.where({x} < 0.0, -{found}, {found})", False)
+
+
+def _polynomial(x: str, numbers: Sequence[float]) -> str:
+    """Its value at x, the number of the highest power first."""
+    text = _number(numbers[0])
+    for number in numbers[1:]:
+        text = f"({text} * {x} + {_number(number)})"
+    return text
+
+
 def _pow(writer: _Writer, node: fx.Node) -> _Cell:
     base, exponent = node.args[:2]
-    if isinstance(base, fx.Node) and isinstance(exponent, (int, float)) and float(exponent).is_integer():
-        product = " * ".join([writer.real(base)] * min(abs(int(exponent)), 9)) or "1.0"
-        if abs(exponent) < 9:
-            return writer.name(f"1.0 / ({product})" if exponent < 0 else product, False)
+    if isinstance(base, fx.Node) and isinstance(exponent, (int, float)):
+        return writer.name(_power(writer, writer.real(base), float(exponent)), False)
     if not isinstance(base, fx.Node) and float(base) > 0:  # type: ignore[arg-type]
         return writer.name(f"tl.exp({_number(math.log(float(base)))} * {writer.real(exponent)})", False)  # type: ignore[arg-type]
     raise StepError(f"there is no kernel text for {node.target} with {exponent}")
+
+
+def _power(writer: _Writer, base: str, exponent: float) -> str:
+    """A power as products, with a root for a half; otherwise as torch has it of numbers that are not negative."""
+    whole, rest = divmod(abs(exponent), 1)
+    if rest not in (0.0, 0.5):
+        return f"tl.exp({_number(exponent)} * tl.log({base}))"
+    root = f" * tl.sqrt({base})" if rest else ""
+    product = f"{_product(writer, base, int(whole))}{root}"
+    return f"1.0 / ({product})" if exponent < 0 else product
+
+
+def _product(writer: _Writer, base: str, count: int) -> str:
+    """`count` times the base."""
+    if count < 9:
+        return " * ".join([base] * count) or "1.0"
+    half = writer.name(_product(writer, base, count // 2), False).text
+    return " * ".join([half, half, *[base] * (count % 2)])
 
 
 def _to_copy(writer: _Writer, node: fx.Node) -> _Cell:
@@ -316,6 +373,9 @@ _SPECIAL: Mapping[str, Callable[[_Writer, fx.Node], _Cell]] = {
     "clamp": _clamp,
     "hardtanh": _clamp,
     "pow": _pow,
+    "leaky_relu": _leaky_relu,
+    "leaky_relu_backward": _leaky_relu,
+    "atan": _atan,
     "_to_copy": _to_copy,
     "lerp": _lerp,
     "addcmul": _addc("*"),

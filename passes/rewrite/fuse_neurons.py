@@ -97,7 +97,10 @@ def _kernel_step(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> NeuronStep | 
         step = step_of(scan, modules)
         _check_parameters(scan, leaves, step)
     except StepError as error:
-        if draws(scan, modules):
+        drawn = draws(scan, modules)
+        if drawn:
+            raise StepError("it draws random numbers") from error
+        if drawn is None:
             raise
         return str(error)
     return step

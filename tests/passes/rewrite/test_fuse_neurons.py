@@ -189,7 +189,7 @@ class AllResults(Steps):
         (Twice, "it is called 2 times, with state handed on"),
         (
             lambda: Block(neuron.LIFNode(step_mode="m", surrogate_function=surrogate.PoissonPass())),
-            "its step cannot be recorded",
+            "it draws random numbers",
         ),
         (lambda: AllResults(Written()), "several results of its loop are used"),
     ],
@@ -206,6 +206,11 @@ def test_what_stays_is_named_with_the_reason(make: Callable[[], nn.Module], reas
     ("make", "reason"),
     [
         (lambda: Block(neuron.PSN(T=4)), "it has no single-step form"),
+        pytest.param(  # SpikingJelly's own: in multi-step mode it fires as LIFNode does
+            lambda: Block(neuron.LIAFNode(torch.tanh, True, step_mode="m")),
+            "the recorded step has another output than the layer has for all steps at once",
+            marks=pytest.mark.skipif(not hasattr(neuron, "LIAFNode"), reason="this SpikingJelly has none"),
+        ),
         (
             lambda: Steps(snntorch.Leaky(beta=torch.rand(6))),
             "'beta' has shape (6,), which is no number for each channel",
@@ -277,9 +282,9 @@ RANDOM = {"PoissonPass"}
 NEEDS_ARGUMENTS = {"MultiLevelSpikeCount": {"max_spike_count": 4}}
 
 
-def _step(name: str) -> NeuronStep:
+def _step(name: str, **given: Any) -> NeuronStep:
     made = neuron.LIFNode(step_mode="m")
-    made.surrogate_function = SURROGATES[name](**NEEDS_ARGUMENTS.get(name, {}))
+    made.surrogate_function = SURROGATES[name](**NEEDS_ARGUMENTS.get(name, {}), **given)
     step = trace_step(scan_of_leaf("neuron", made), 3)
     check_code(step)
     return step
@@ -290,6 +295,12 @@ def test_every_surrogate_of_spikingjelly_is_generated(name: str) -> None:
     step = _step(name)
     assert step.states == 1
     assert any(node.op == "call_function" for node in step.next.backward.nodes)
+
+
+@pytest.mark.parametrize("name", sorted(set(SURROGATES) - RANDOM - {"FakeNumericalGradient", "SuperSpike"}))
+def test_so_is_every_one_without_spikes(name: str) -> None:
+    """Of two SpikingJelly has no such form."""
+    assert _step(name, spiking=False).states == 1
 
 
 @pytest.mark.parametrize("name", sorted(RANDOM & set(SURROGATES)))
@@ -332,7 +343,7 @@ def test_a_surrogate_of_snntorch_that_draws_stays(still: bool) -> None:
         for fuse in (True, False)
     )
     assert fused_in(found) == []
-    assert "is not fused" in found.notices[0]
+    assert "is not fused: it draws random numbers" in found.notices[0]
     assert text.print_fx(found.stages[0, 0].graph) == text.print_fx(plain.stages[0, 0].graph)
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.runtime.kernels.fused import SHARED, SHORT, cases, plan
+from tests.runtime.kernels import expressions
+from tests.runtime.kernels.fused import SHARED, SHORT, Case, cases, plan
 from tests.runtime.kernels.rounded import CASES as ROUNDED
 
 triton = pytest.importorskip("triton")
@@ -34,11 +36,11 @@ def reports(part: str) -> dict[tuple[str, bool], Any]:
     return {(line["case"], line["last"]): line for line in lines_of(part)}
 
 
-def check(report: dict[str, Any]) -> None:
+def check(report: dict[str, Any], known: Mapping[str, Case] | None = None) -> None:
     assert report["fused"] == 1
     assert 0.01 < report["rate"] < 0.99
     assert report["silent"] == []
-    limit = 1e-9 if str(cases()[report["case"]].dtype) == "torch.float64" else 1e-5
+    limit = 1e-9 if str((known or cases())[report["case"]].dtype) == "torch.float64" else 1e-5
     assert {key: value for key, value in report["errors"].items() if value > limit} == {}
 
 
@@ -51,6 +53,15 @@ def test_kernels_give_what_the_separate_operations_give(name: str, channels_last
 @pytest.mark.parametrize(("name", "channels_last"), [one for one in plan() if one[0] not in SHORT])
 def test_so_do_those_of_every_other_neuron(name: str, channels_last: bool) -> None:
     check(reports("long")[name, channels_last])
+
+
+@pytest.mark.parametrize("part", ["short", pytest.param("long", marks=pytest.mark.all)])
+def test_operations_that_triton_has_no_word_for(part: str) -> None:
+    found, known = lines_of(part, "expressions"), expressions.cases()
+    wanted = {name for name in known if (name in expressions.SHORT) is (part == "short")}
+    assert {line["case"] for line in found} == wanted
+    for line in found:
+        check(line, known)
 
 
 @pytest.mark.all
