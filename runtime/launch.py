@@ -6,9 +6,11 @@ hang. A program runs once at a time: a second launch would train two copies of t
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +95,15 @@ def launch(
     return _start(compiled, settings, _device(compiled, device), specialise, values, expected if verify else None)
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that `launch` refuses for every program; see there."""
+    inspect.signature(launch).bind(None, **options)
+    own = {field.name for field in fields(Settings)} - {"reduction"}
+    Settings(**{name: value for name, value in options.items() if name in own})
+    reduction_of(options.get("loss_reduction", "mean"), "gpipe")
+    _asked_device(options.get("device"))
+
+
 def _start(
     compiled: CompiledProgram,
     settings: Settings,
@@ -152,11 +163,16 @@ def _refuse_blank(values: Mapping[str, Tensor]) -> None:
 
 def _device(compiled: CompiledProgram, asked: torch.device | str | None) -> torch.device:
     """The device asked for, else the kind of device the network is on; CUDA for a meta model where there is one."""
-    if asked is not None:
-        try:
-            return torch.device(asked)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device={asked!r} is not a device", choices=("cpu", "cuda", "cuda:0")) from error
+    given = _asked_device(asked)
+    if given is not None:
+        return given
     kinds = {info.tensor.device.type for info in compiled.source.tensors.values()}
     nowhere = kinds == {"meta"} and torch.cuda.is_available()
     return torch.device("cuda" if "cuda" in kinds or nowhere else "cpu")
+
+
+def _asked_device(asked: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if asked is None else torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={asked!r} is not a device", choices=("cpu", "cuda", "cuda:0")) from error

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from snnpart import compat
-from snnpart.errors import ConfigError
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,13 +53,7 @@ class Precision:
     """How this rank computes."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """`name` of `DTYPES`.
-
-        Raises:
-            ConfigError: the name is not known, or the device cannot compute so.
-        """
-        if name not in DTYPES:
-            raise ConfigError(f"precision={name!r} is not known", choices=DTYPES)
+        """`name` of `DTYPES`."""
         self.name, self.dtype, self._device = name, DTYPES[name], device
         self.scale = LossScale(device) if name == "fp16" else None
 

@@ -58,6 +58,7 @@ class RunningProgram:
         static = settings.is_static(ranks.device)
         parallel = data_parallel(compiled.plan, stage, ranks.axes["dp"], static=static)
         self._signatures = Signatures(compiled, stage, ranks.at.tp, specialise)
+        stage.module.notice = self.notice
         self._partial = over_tp(stage, ranks)
         self._state = FullState(compiled, stage, ranks, values)
         if settings.carry or settings.cut is not None:

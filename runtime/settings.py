@@ -11,6 +11,7 @@ import torch
 from snnpart.errors import ConfigError
 from snnpart.runtime.carry import Carrier
 from snnpart.runtime.losses import MEAN, Reduction
+from snnpart.runtime.precision import DTYPES
 from snnpart.windows import Cut
 
 MODES = ("auto", "eager", "compile", "cuda_graph")
@@ -67,6 +68,8 @@ class Settings:
             )
         if self.execution not in MODES:
             raise ConfigError(f"execution={self.execution!r} is not known", choices=MODES)
+        if self.precision not in DTYPES:
+            raise ConfigError(f"precision={self.precision!r} is not known", choices=DTYPES)
         if self.reduction.kind == "merged" and (self.carry or self.cut is not None):
             raise ConfigError(
                 'loss_reduction="merged" cannot be had with state that is carried or with detach_every',

@@ -80,6 +80,9 @@ class StageModule(Body):
     compiles = False
     """Whether graphs are compiled by torch.compile when they are bound."""
 
+    notice: Callable[[str], None] | None = None
+    """Where `uncompiled` says so."""
+
     rounds = True
     """Whether states are rounded as `neuron_dtype` says: not while the program is compared with the user's module."""
 
@@ -99,8 +102,14 @@ class StageModule(Body):
     def bind(self, graph: fx.Graph, bound: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
         if not self.compiles:
             return super().bind(graph, bound)
-        function = compiled(self.function_of(graph, bound))
+        function = compiled(self.function_of(graph, bound), self.uncompiled)
         return lambda *args: function(self, *args)
+
+    def uncompiled(self, why: str) -> None:
+        """Say, the first time, that torch does not compile what it was to compile."""
+        notice, self.notice = self.notice, None
+        if notice is not None:
+            notice(f"torch cannot compile pieces of the network, which run as they are; of the first it says: {why}")
 
     def forward(self, run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)

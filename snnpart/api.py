@@ -300,6 +300,9 @@ class ParallelProgram:
         In lazy mode the ranks start at the first batch.
         """
         if self._compiled is None:
+            from snnpart.runtime.launch import check_options
+
+            check_options({"optimizer": optimizer, **options})
             return LazyProgram(self, {"optimizer": optimizer, **options})
         return self._launch({"optimizer": optimizer, **options})
 

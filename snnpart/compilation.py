@@ -100,6 +100,7 @@ class Options:
         Plan(
             tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0,
             numerics=self.numerics, neuron_dtype=self.neuron_dtype, fuse=self.fuse or False, saved=self.saved,
+            channels_last=False if self.channels_last is None else self.channels_last,
         )  # fmt: skip
 
 
@@ -203,7 +204,7 @@ def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str
     if _rounds(how) and not fuse:
         raise ConfigError(
             f"neuron_dtype={how.neuron_dtype!r} rounds the states of fused neurons, and none is fused",
-            fix='leave it out, or fuse=False, state="carry" and detach_every=',
+            fix='leave neuron_dtype out, or have neurons fused: fuse=True, state="reset" and no detach_every',
         )
     layout = gpu if plan is None else plan.channels_last
     return {

@@ -91,7 +91,9 @@ class Plan:
             raise ConfigError(f"numerics={self.numerics!r} is not known", choices=NUMERICS)
         object.__setattr__(self, "neuron_dtype", _SHORT.get(self.neuron_dtype, self.neuron_dtype))
         if self.neuron_dtype not in STATE_DTYPES:
-            raise ConfigError(f"neuron_dtype={self.neuron_dtype!r} is not known", choices=STATE_DTYPES)
+            raise ConfigError(f"neuron_dtype={self.neuron_dtype!r} is not known", choices=(*_SHORT, *STATE_DTYPES))
+        if not isinstance(self.channels_last, bool):
+            raise ConfigError(f"channels_last={self.channels_last!r} is not known", choices=(True, False))
         if isinstance(self.tied, str) or not all(isinstance(name, str) for name in self.tied):
             raise ConfigError(f"tied={self.tied!r} is no list of names", fix="give the names of parameters")
         object.__setattr__(self, "tied", tuple(self.tied))

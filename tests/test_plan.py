@@ -40,6 +40,11 @@ def test_a_plan_saved_edited_and_given_back(tmp_path: Path) -> None:
         ('{"version": 7}', "version 7 is not 1"),
         ('{"version": 1, "tp": "2"}', "tp='2' is not a positive integer"),
         ('{"version": 1, "microbatches": 0}', "microbatches=0 is not a positive integer"),
+        ('{"version": 1, "channels_last": "nchw"}', "channels_last='nchw' is not known"),
+        (
+            '{"version": 1, "neuron_dtype": "fp8"}',
+            "neuron_dtype='fp8' is not known\n  valid: fp32, bf16, fp16, float32,",
+        ),
         ('{"version": 1, "stages": {"a": "x"}}', r"stages holds \{'a': 'x'\}"),
         ('{"version": 1, "shards": ["a"]}', "shards is a list, not an object"),
         ('{"version": 1, "stages": {"a": 1}}', r"stages \{'a': 1\} are outside 0..0"),

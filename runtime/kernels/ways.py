@@ -47,7 +47,7 @@ class Region:
     @cached_property
     def _compiled(self) -> Function:
         """Each region's own function is compiled: of one that all shared torch would keep a few variants only."""
-        made = compiled(self._function)
+        made = compiled(self._function, getattr(self._module, "uncompiled", None))
         return lambda *args: made(self._module, *args)[0]
 
     def plain(self, *args: Any) -> Tensor:

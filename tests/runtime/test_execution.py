@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snnpart import parallelize
 from snnpart.errors import ConfigError
+from snnpart.lazy import LazyProgram
 from snnpart.runtime.captures import KEPT
+from snnpart.runtime.compiled import _Ear
 from snnpart.runtime.execution import identity
 from snnpart.runtime.feeds import Feed, kind_of
 from snnpart.runtime.launch import launch
@@ -124,3 +128,59 @@ def test_compiled_graphs_are_eager_ones() -> None:
         with launched(execution=execution) as running:
             losses.append([running.train_step(*batch(number, 4), F.cross_entropy).item() for number in range(2)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+@pytest.mark.all
+def test_a_piece_that_torch_cannot_compile_runs_as_it_is_and_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compile_fx, "compile_fx", broken)
+    torch.compiler.reset()
+    losses = []
+    for execution in ("eager", "compile"):
+        with launched(execution=execution) as running:
+            losses.append([running.train_step(*batch(number, 4), F.cross_entropy).item() for number in range(2)])
+            notices = running.notices
+    assert losses[0] == losses[1]
+    assert [notice.partition("; ")[0] for notice in notices] == [
+        "torch cannot compile pieces of the network, which run as they are"
+    ]
+    assert notices[0].endswith("RuntimeError: no compiler here")
+
+
+def test_only_what_runs_uncompiled_is_heard_and_only_while_it_runs() -> None:
+    log, heard = logging.getLogger("torch._dynamo.convert_frame"), list[str]()
+    ear = _Ear(heard.append)
+    with ear.open():
+        log.warning("the profile is written")
+        log.warning("torch._dynamo hit config.%s (%s)\n   function: f", "recompile_limit", 8)
+        try:
+            raise ValueError("first line\nsecond")
+        except ValueError:
+            log.warning("WON'T CONVERT f", exc_info=True)
+    log.warning("WON'T CONVERT g", exc_info=ValueError("later"))
+    assert heard == ["torch._dynamo hit config.recompile_limit (8)", "ValueError: first line"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"execution": "graph"}, ConfigError, "execution='graph' is not known"),
+        ({"precision": "int8"}, ConfigError, "precision='int8' is not known"),
+        ({"loss_reduction": "max"}, ConfigError, "loss_reduction='max' is not known"),
+        ({"device": "tpu9"}, ConfigError, "device='tpu9' is not a device"),
+        ({"clip_grad_norm": -1.0}, ConfigError, "clip_grad_norm=-1.0 is not a positive number"),
+        ({"optimizer": 3}, ConfigError, "optimizer is a int, not a factory"),
+        ({"exec": "eager"}, TypeError, "unexpected keyword argument 'exec'"),
+    ],
+)
+def test_a_program_that_is_compiled_at_its_first_batch_checks_its_options_at_once(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    program = parallelize(make_net())
+    with pytest.raises(error, match=message):
+        program.launch(**options)
+    assert isinstance(program.launch(execution="eager", precision="bf16", loss_reduction="merged"), LazyProgram)

@@ -41,8 +41,16 @@ def lif(**given: Any) -> nn.Module:
 
 @pytest.mark.parametrize("options", [{"fuse": False}, {"fuse": None, "state": "carry"}])
 def test_rounded_states_are_refused_where_none_is_fused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="neuron_dtype='bf16' rounds the states of fused neurons, and none is fused"):
+    message = "neuron_dtype='bf16' rounds the states of fused neurons, and none is fused"
+    with pytest.raises(ConfigError, match=message) as refused:
         compiled(Block(lif()), neuron_dtype="bf16", **options)
+    assert refused.value.fix.startswith("leave neuron_dtype out, or have neurons fused: fuse=True")
+
+
+@pytest.mark.parametrize("given", ["nchw", "yes", 1])
+def test_channels_last_is_true_or_false(given: object) -> None:
+    with pytest.raises(ConfigError, match=f"channels_last={given!r} is not known"):
+        Options(channels_last=given)  # type: ignore[arg-type]
 
 
 def test_a_given_plan_s_kernels_are_kept_where_nothing_else_is_asked_for() -> None:
