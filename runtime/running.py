@@ -224,11 +224,14 @@ class RunningProgram:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Put buffers, gradients and mode back when the block is left: for checks that must leave no trace.
+        """Put buffers, gradients, mode and random numbers back when the block is left: for checks that must leave no
+        trace.
 
         Steps inside compute in full precision, neurons too, clip no gradient, update no parameter, and run what they
         are given as one window.
         """
+        from snnpart.runtime.checkpoint.randomness import undisturbed  # it knows running programs
+
         engine = self._engine
         buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.named_buffers()]
         grads, training = [(p, p.grad) for p in self.parameters()], engine.training
@@ -242,7 +245,8 @@ class RunningProgram:
         self._execution.paused, self._stage.module.rounds = True, False
         self.zero_grad()
         try:
-            yield
+            with undisturbed(self):
+                yield
         finally:
             self._execution.paused, self._stage.module.rounds = False, True
             if engine.carry is not None and state is not None:

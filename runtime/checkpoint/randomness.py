@@ -27,10 +27,12 @@ def taken(running: RunningProgram) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(running: RunningProgram) -> Iterator[None]:
-    """A block (an evaluation) that leaves the generators where they were."""
+    """A block (an evaluation, a check) that leaves the generators where they were."""
     before = taken(running)
-    yield
-    _put(running, before)
+    try:
+        yield
+    finally:
+        _put(running, before)
 
 
 def put_back(running: RunningProgram, saved: Sequence[Mapping[str, Any]], world: int, step: int) -> None:

@@ -51,7 +51,7 @@ NOISE = 10.0
 def check_running(running: Running, inputs: Any) -> None:
     """Compare one step of the launched program with its simulation, on the first samples of rank 0's `inputs`.
 
-    Collective: every rank calls it. Buffers, gradients and mode are as before afterwards. Rank 0 simulates.
+    Collective: every rank calls it. Buffers, gradients, mode and random numbers are as before. Rank 0 simulates.
 
     Raises:
         VerifyError: on every rank; it names the gradient, buffer or loss that differs.
@@ -69,7 +69,8 @@ def check_running(running: Running, inputs: Any) -> None:
     values = running.state_dict()
     with whole_float32() if running.ranks.device.type == "cuda" else nullcontext():
         got = _observe_running(running, few, training)
-    problem = _problem(running, few, values, training, got) if running.ranks.rank == 0 else None
+    with torch.random.fork_rng([]):
+        problem = _problem(running, few, values, training, got) if running.ranks.rank == 0 else None
     running.ranks.agree(problem)
 
 

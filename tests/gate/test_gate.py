@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from snnpart import ops
+from snnpart import ops, parallelize
 from snnpart.costs import default_profile
 from snnpart.errors import VerifyError
 from snnpart.gate import check_program, check_trace
@@ -261,3 +261,28 @@ def test_the_random_numbers_of_gpus_are_left_alone(x: Tensor, monkeypatch: pytes
     net = Net()
     check_trace(net, traced(net, x), x)
     assert not seeds
+
+
+def test_neither_compiling_nor_launching_draws_random_numbers() -> None:
+    """Here a surrogate draws at every step, which no node of the graph says."""
+    snn = pytest.importorskip("snntorch")
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.lif = nn.Linear(4, 4), snn.Leaky(beta=0.9, spike_grad=snn.surrogate.SSO())
+
+        def forward(self, x: Tensor) -> Tensor:
+            spikes, membrane = self.lif(3.0 * self.fc(x))
+            total = spikes
+            for _ in range(3):
+                spikes, membrane = self.lif(3.0 * self.fc(x), membrane)
+                total = total + spikes
+            return total
+
+    net, x = Drawing(), torch.rand(3, 4)
+    before = torch.get_rng_state()
+    program = parallelize(net, example_inputs=x)
+    assert torch.equal(torch.get_rng_state(), before)
+    with program.launch(device="cpu"):
+        assert torch.equal(torch.get_rng_state(), before)
