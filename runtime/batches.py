@@ -21,7 +21,7 @@ from snnpart.runtime.pipeline import Part
 from snnpart.runtime.ranks import Ranks
 from snnpart.runtime.settings import Settings
 from snnpart.runtime.signatures import Signatures
-from snnpart.runtime.stage import BoundStage
+from snnpart.runtime.stage import BoundStage, written
 
 
 class Batches:
@@ -101,7 +101,7 @@ class Batches:
         infos = self._compiled.source.inputs
         tensors = [x.to(self._ranks.device) for x in microbatch.tensors_of(inputs, infos)]
         if check:
-            microbatch.check_finite(tensors, [info.name for info in infos])
+            self.check(tensors)
         batch, count = microbatch.batch_size(tensors, infos), self._compiled.plan.microbatches
         sizes = microbatch.part_sizes(batch, min(count, max(batch, 1)))
         cut = [microbatch.split(x, info.batch_dim, sizes) for info, x in zip(infos, tensors, strict=True)]
@@ -112,6 +112,11 @@ class Batches:
             bound, mine = self._graphs(inputs, [pieces[i] for pieces in cut], training, i)
             parts.append(Part(size, 1.0, bound, mine, goal, i))
         return parts
+
+    def check(self, inputs: Any) -> None:
+        """ConfigError when inputs hold NaN or Inf. The host waits for them."""
+        infos = self._compiled.source.inputs
+        microbatch.check_finite(microbatch.tensors_of(inputs, infos), [info.name for info in infos])
 
     def _prepare_state(self, sizes: Sequence[int], reset_mask: Tensor | None) -> None:
         """State that is carried must be of a batch cut alike; samples of the mask start anew."""
@@ -145,13 +150,25 @@ def read_buffers(parts: Sequence[Part], training: bool) -> frozenset[str]:
     read, in an evaluation or a state.
     """
     found: set[str] = set()
-    for bound in {id(stage): stage for part in parts for stage in part.bound.values()}.values():
-        inside = {part.name for part in bound.program.tensors if part.leaf is not None}
+    for bound in _stages(parts):
         for node in bound.program.graph.nodes:
             if node.op == "get_attr" and any(not training or not _only_writes(user, node) for user in node.users):
                 found.add(str(node.target))
-        found |= inside
+        found |= _inside_leaves(bound)
     return frozenset(found)
+
+
+def written_buffers(parts: Sequence[Part]) -> frozenset[str]:
+    """The buffers that a train step may write, by the user's names: all that leaves hold, as nobody sees into them."""
+    return frozenset(name for bound in _stages(parts) for name in written(bound.program.graph) | _inside_leaves(bound))
+
+
+def _stages(parts: Sequence[Part]) -> list[BoundStage]:
+    return list({id(stage): stage for part in parts for stage in part.bound.values()}.values())
+
+
+def _inside_leaves(bound: BoundStage) -> set[str]:
+    return {part.name for part in bound.program.tensors if part.leaf is not None}
 
 
 def _only_writes(user: fx.Node, buffer: fx.Node) -> bool:

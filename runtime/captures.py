@@ -77,7 +77,7 @@ class Captures:
         cuda = engine.ranks.device.type == "cuda" and engine.settings.execution in ("auto", "cuda_graph")
         self.stream = torch.cuda.Stream(engine.ranks.device) if cuda else None
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
-        self._failed = False
+        self._failed = self._full = False
         if cuda and not engine.ranks.captures:
             self._failed = True
             notice("steps run uncaptured: the ranks talk through another backend than NCCL, which no graph can hold")
@@ -100,11 +100,19 @@ class Captures:
         """The pass for this kind of batch."""
         if key not in self._passes:
             if len(self._passes) == KEPT:
-                self._notice(f"more than {KEPT} kinds of batches, losses or hyperparameters: the oldest is dropped")
+                self._say_full()
                 self._passes.popitem(last=False)
             self._passes[key] = make()
         self._passes.move_to_end(key)
         return self._passes[key]
+
+    def _say_full(self) -> None:
+        if not self._full:
+            self._notice(
+                f"more than {KEPT} kinds of batches, losses or hyperparameters: the oldest is dropped, and a kind that "
+                f"comes less than {WARM} times meanwhile is never captured; keep shapes and the loss function the same"
+            )
+        self._full = True
 
     def may_capture(self, one: StaticPass) -> bool:
         """Whether the pass has run often enough here."""

@@ -56,7 +56,7 @@ class Execution:
 
     def __init__(self, engine: Engine, notice: Callable[[str], None]) -> None:
         self._engine, self._notice = engine, notice
-        self.update, self.captures = Update(engine), Captures(engine, notice)
+        self.update, self.captures = Update(engine, notice), Captures(engine, notice)
         self.paused = False
         """While set, steps run eagerly: for checks that must leave no trace."""
         self._trains = engine.settings.is_static(engine.ranks.device)
@@ -110,6 +110,8 @@ class Execution:
         self._land(AHEAD - 1)
 
         def find() -> tuple[StaticPass, list[float]]:
+            if engine.steps == 0 and engine.settings.check_inputs:
+                engine.batches.check(inputs)  # the first step looks at what it computes with
             fixed = (engine.training, identity(loss_fn), self.update.hyperparameters())
             key = ("train", kind_of(inputs), kind_of(targets), *fixed)
             step = self.captures.find(key, lambda: StaticStep(engine, self.update, inputs, targets, loss_fn))
@@ -120,7 +122,7 @@ class Execution:
         assert isinstance(step, StaticStep)
         step.fill(inputs, targets, factors)
         report: Tensor = self._carry_out(step, ready, willing)
-        self.update.step_on_host(report)
+        self.update.finish(report)
         return report
 
     def _evaluate(self, inputs: Any) -> tuple[Any, Tensor, float]:

@@ -239,7 +239,7 @@ class Stage:
         have = {p.name: (p.dim, p.pieces) for p in self.slices.values() if program.stage in self._stages_of(p)}
         differ = sorted(n for n in wanted if have.get(n) != wanted[n]) + sorted(set(program.leaves) - set(self.leaves))
         copied = {n for n, part in self.slices.items() if part.stages and part.kind != "parameter"}
-        differ += sorted(copied & _written(program.graph))  # copies would drift apart
+        differ += sorted(copied & written(program.graph))  # copies would drift apart
         if differ:
             raise LaunchError(
                 f"{differ[:5]} lie elsewhere in the new graph than in the launched one",
@@ -354,7 +354,7 @@ def local_copy(part: TensorSlice, whole: Tensor, device: torch.device) -> Tensor
     return local
 
 
-def _written(graph: fx.Graph) -> set[str]:
+def written(graph: fx.Graph) -> set[str]:
     """The tensors that the operations read which change buffers."""
     reads = (read for node in graph.nodes if writes_buffer(node) for read in node.all_input_nodes)
     return {str(read.target) for read in reads if read.op == "get_attr"}

@@ -1,8 +1,8 @@
 """One train step over tensors that stay where they are: what a CUDA graph holds, and what runs where none is captured.
 
 Nothing in it asks the device for a number, the first step apart: weights of microbatches are tensors, the loss stays
-on the device, a bad batch is a flag that keeps the optimizer from stepping. So the same code runs eagerly, is captured,
-and is tested on the CPU.
+on the device, a bad batch is a flag that keeps the optimizer from stepping and has buffers put back. So the same code
+runs eagerly, is captured, and is tested on the CPU.
 
     fill     the batch and the weights are copied to where the step reads them
     run      zero_grad, buffers, forward, backward, collectives, clipping, optimizer: the report [4] (see `update`)
@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnpart.runtime.batches import read_buffers
+from snnpart import compat
+from snnpart.runtime.batches import read_buffers, written_buffers
 from snnpart.runtime.captures import StaticPass
 from snnpart.runtime.data_parallel import broadcast_buffers
 from snnpart.runtime.engine import Engine, LossFn
 from snnpart.runtime.feeds import Feed
 from snnpart.runtime.pipeline import Part
 from snnpart.runtime.training import gradients
-from snnpart.runtime.update import Update
+from snnpart.runtime.update import BAD_INPUTS, Update
 
 
 class StaticStep(StaticPass):
@@ -40,6 +41,7 @@ class StaticStep(StaticPass):
         static_inputs, self._targets = self._feed.data
         self._parts = engine.batches.parts(static_inputs, self._targets, engine.training)
         self._read = read_buffers(self._parts, engine.training)
+        self._written = written_buffers(self._parts)
         self._factors: list[float] = []
         self._weights = [torch.zeros((), dtype=torch.float64, device=engine.ranks.device) for _ in self._parts]
         self._grads: list[tuple[Tensor, Tensor | None]] = []
@@ -56,9 +58,18 @@ class StaticStep(StaticPass):
             for weight, factor in zip(self._weights, self._factors, strict=True):
                 weight.fill_(factor)
 
+    def run(self) -> Tensor:
+        """As any pass; one whose optimizer could not begin with some parameter does not make it ready for capture."""
+        report: Tensor = super().run()
+        if not self._update.has_begun:
+            self.runs = 0
+        return report
+
     def _body(self) -> Tensor:
         engine = self._engine
         engine.zero_grad()
+        buffers = self._buffers()
+        before = compat.copies(buffers)
         engine.stage.module.train(engine.training)
         engine.stale = True
         with engine.heartbeat.guard("agreeing on buffers", engine.stage.place, shared=True):
@@ -69,8 +80,16 @@ class StaticStep(StaticPass):
             loss = total / engine.ranks.mesh.dp
         with engine.heartbeat.guard("agreeing on loss and gradients", engine.stage.place, shared=True):
             report = self._update.report(loss, engine.bad_inputs(self._parts))
+        compat.put_back(buffers, before, report[BAD_INPUTS])
         self._update.step(report)
         return report
+
+    def _buffers(self) -> list[Tensor]:
+        """What inputs that are not finite must not change: eager steps look at them before they begin."""
+        if not self._engine.settings.check_inputs:
+            return []
+        held = {id(x): x for name, x in self._engine.stage.buffers() if name in self._written and x.numel()}
+        return list(held.values())
 
     def _weighted(self) -> list[Part]:
         """The microbatches with their weights: a tensor, or 0.0 for one that does not count."""

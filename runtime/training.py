@@ -64,7 +64,7 @@ def _update_scaled(engine: Engine, update: Update) -> None:
     with engine.heartbeat.guard("agreeing on gradients", engine.stage.place):
         report = update.report(nothing, nothing)
     update.step(report)
-    update.step_on_host(report)
+    update.finish(report)
     engine.grad_norm = report[NORM] if engine.settings.clip_grad_norm is not None else None
 
 

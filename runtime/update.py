@@ -4,17 +4,23 @@ One all-reduce over all ranks sums what decides about the step: the loss, whethe
 and the squares of the gradients. Where one of them is bad, no parameter, no optimizer state and no counter changes:
 
     fused       torch's fused AdamW, Adam and SGD take the flag as an argument; nothing waits
-    capturable  other optimizers that torch can capture have no such argument; they step whatever the flag says
-    host        all others, and capturable ones that must not step after a bad gradient: the host reads the flag
+    capturable  other optimizers that torch can capture have no such argument; they step, and parameters and state are
+                put back under the flag
+    host        all others: the host reads the flag
+
+What an optimizer begins with (momentum that is not there yet) no flag can take back. So a step that is the first for
+some parameter reads the flag on the host; it is never a captured one.
 
 The learning rate is a number in the optimizer's groups, where schedulers and users write it. While a graph is captured
 a tensor on the device takes its place; `refresh` gives that tensor the number before each replay. Every other
-hyperparameter is part of the captured step: `hyperparameters` changes when one does.
+hyperparameter is part of the captured step: `hyperparameters` changes when one does. One that changes again and again
+(betas and momentum, which some schedulers cycle) takes the optimizer's step out of the captured one: `finish` makes it
+then, on the same stream, and nothing waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -25,6 +31,7 @@ from torch import Tensor
 from snnpart import compat
 from snnpart.runtime.engine import Engine
 from snnpart.runtime.gradients import local_gradients
+from snnpart.runtime.hyperparameters import Hyperparameters
 from snnpart.runtime.shards import on_shards
 
 Kind = Literal["none", "fused", "capturable", "host"]
@@ -36,9 +43,13 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 class Update:
     """Clipping and the optimizer's step of one launched program."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, notice: Callable[[str], None]) -> None:
         self._engine = engine
         self._rates: list[Tensor] = []
+        self._hyperparameters = Hyperparameters(engine.optimizer, notice)
+        self._begun: set[int] = set()
+        self.has_begun = True
+        """False after a step that would have been the first for some parameter, and was not made."""
         self.kind = self._kind()
         self._prepared = False
         self.generation = 0
@@ -47,18 +58,17 @@ class Update:
             engine.optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _kind(self) -> Kind:
-        optimizer, settings = self._engine.optimizer, self._engine.settings
+        optimizer = self._engine.optimizer
         if optimizer is None:
             return "none"
         if type(optimizer) in _FUSED and not any(group["differentiable"] for group in optimizer.param_groups):
             return "fused"
-        skips = settings.clip_grad_norm is not None or self._engine.precision.scale is not None
-        return "host" if skips or "capturable" not in optimizer.defaults else "capturable"
+        return "capturable" if "capturable" in optimizer.defaults else "host"
 
     @property
     def is_captured(self) -> bool:
         """Whether the optimizer's step is part of a captured graph."""
-        return self.kind != "host"
+        return self.kind != "host" and not self._hyperparameters.cycle
 
     def prepare(self) -> None:
         """Have the optimizer compute on the device, with its counters there."""
@@ -77,17 +87,16 @@ class Update:
 
     def _loaded(self, optimizer: Any) -> None:
         self.generation += 1
+        self._begun.clear()
         if self._prepared:
             self.prepare()
 
     def hyperparameters(self) -> tuple[Any, ...]:
         """All that a captured step takes as fixed; a loaded optimizer is made ready again first."""
         self.prepare()
-        if self._engine.optimizer is None:
-            return (self.generation,)
-        groups = self._engine.optimizer.param_groups
-        fixed = [tuple(v for k, v in group.items() if k not in ("params", "lr")) for group in groups]
-        return self.generation, *fixed, *(len(group["params"]) for group in groups)
+        if self.is_captured:
+            self._hyperparameters.look()
+        return self.generation, *(self._hyperparameters.now if self.is_captured else ())
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -139,33 +148,78 @@ class Update:
     def step(self, report: Tensor) -> None:
         """Clip, and change the parameters where `report` allows it."""
         engine = self._engine
-        bad = (report[BAD_INPUTS] + report[BAD_GRADIENTS] > 0).float()
+        bad = _bad(report)
         limit = engine.settings.clip_grad_norm
         if limit is not None:
             norm = report[NORM]
             grads = [grad for _, grad, _ in local_gradients(engine.stage, engine.ranks) if grad.numel()]
             compat.multiply(grads, torch.where(norm > limit, limit / (norm + 1e-6), 1.0))
-        if engine.optimizer is not None and self.kind != "host":
+        if engine.optimizer is not None and self.is_captured:
             self._step_optimizer(engine.optimizer, bad)
         if engine.precision.scale is not None:
             engine.precision.scale.update((report[BAD_GRADIENTS] > 0).float())
 
     def _step_optimizer(self, optimizer: Any, bad: Tensor) -> None:
-        """The step, which a fused optimizer does not take where `bad` [] is 1."""
+        """The step, which changes nothing where `bad` [] is 1."""
+        if not self._begins(bad):
+            return
         optimizer.found_inf = bad
         try:
-            with on_shards(optimizer):
+            with on_shards(optimizer), self._undoing(optimizer, bad):
                 optimizer.step()
         finally:
             del optimizer.found_inf
 
-    def step_on_host(self, report: Tensor) -> None:
-        """The step of an optimizer that cannot be captured."""
-        optimizer = self._engine.optimizer
-        if self.kind != "host" or optimizer is None:
+    def _begins(self, bad: Tensor) -> bool:
+        """Whether to step: the host asks before it is the first time for a parameter."""
+        new = {id(p) for p in self._engine.parameters() if p.grad is not None} - self._begun
+        self.has_begun = not (new and self._may_be_bad and self._engine.on_host(bad))
+        if self.has_begun:
+            self._begun |= new
+        return self.has_begun
+
+    @property
+    def _may_be_bad(self) -> bool:
+        """Whether anybody looks at inputs or gradients."""
+        settings = self._engine.settings
+        return settings.check_inputs or settings.clip_grad_norm is not None or self._engine.precision.scale is not None
+
+    @contextmanager
+    def _undoing(self, optimizer: torch.optim.Optimizer, bad: Tensor) -> Iterator[None]:
+        """A block whose step is put back where `bad` [] is 1, for optimizers that know no flag."""
+        if self.kind != "capturable" or not self._may_be_bad:
+            yield
             return
-        if self._engine.on_host(report[BAD_INPUTS] + report[BAD_GRADIENTS]) == 0:
+        tensors = _changed_by(optimizer)
+        before = compat.copies(tensors)
+        yield
+        with torch.no_grad():
+            compat.put_back(tensors, before, bad)
+
+    def finish(self, report: Tensor) -> None:
+        """The optimizer's step where it is no part of the captured one."""
+        optimizer = self._engine.optimizer
+        if self.is_captured or optimizer is None:
+            return
+        if self.kind != "host":
+            self._step_optimizer(optimizer, _bad(report))
+        elif self._engine.on_host(report[BAD_INPUTS] + report[BAD_GRADIENTS]) == 0:
             optimizer.step()
+
+
+def _bad(report: Tensor) -> Tensor:
+    """1 where the step must change nothing []."""
+    return (report[BAD_INPUTS] + report[BAD_GRADIENTS] > 0).float()
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters and state that a step will write."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                found += [parameter, *(x for x in optimizer.state[parameter].values() if isinstance(x, Tensor))]
+    return [x for x in found if x.numel()]
 
 
 def _square(grads: Sequence[Tensor], zero: Tensor) -> Tensor:

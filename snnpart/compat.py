@@ -324,6 +324,39 @@ def copy_many(into: Sequence[Tensor], come: Sequence[Tensor]) -> None:
         torch._foreach_copy_(theirs, ours)
 
 
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor, in one kernel for each dtype."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_many(made, tensors)
+    return made
+
+
+def put_back(tensors: Sequence[Tensor], before: Sequence[Tensor], undo: Tensor) -> None:
+    """Give each tensor the bits of that of `before` if `undo` [] is above 0, and its own if not, without asking which.
+
+    Bits are numbers whose differences wrap around: `old + (new - old) * keep` is exact, also for NaN, and takes three
+    kernels for each dtype where `torch.where` takes one for each tensor.
+    """
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for new, old in zip(tensors, before, strict=True):
+        number = _bits(new)
+        ours, theirs = pairs.setdefault(number.dtype, ([], []))
+        ours.append(number)
+        theirs.append(_bits(old))
+    for dtype, (ours, theirs) in pairs.items():
+        torch._foreach_sub_(ours, theirs)
+        torch._foreach_mul_(ours, (undo <= 0).to(dtype))
+        torch._foreach_add_(ours, theirs)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: Tensor) -> Tensor:
+    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    return x.view(_BITS[x.element_size()])
+
+
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each tensor by the factor [], in place and in few kernels."""
     for dtype in {tensor.dtype for tensor in tensors}:

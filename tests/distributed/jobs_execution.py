@@ -77,14 +77,14 @@ def train_case(name: str, execution: str, steps: int = 3, **topology: Any) -> di
     return result
 
 
-def poisoned(where: str) -> dict[str, Any]:
-    """A static step on NaN inputs, or with gradients that are not finite: nothing changes, and all ranks say why."""
-    running = launch(
-        compile_by_hand(make_net(), dp="ddp"), optimizer=OPTIMIZERS["adamw"], clip_grad_norm=1.0, execution="cuda_graph"
-    )
+def poisoned(where: str, optimizer: str = "adamw", **how: Any) -> dict[str, Any]:
+    """A static step on NaN inputs of the last rank, or with gradients of it that are not finite: nothing changes (of
+    inputs no buffer either), and all ranks say why."""
+    options = {"optimizer": OPTIMIZERS[optimizer], "clip_grad_norm": 1.0, "execution": "cuda_graph"}
+    running = launch(compile_by_hand(make_net(), **how), **options)
     step(running, 0, 4)
-    before = dict(running.named_parameters())
-    before = {name: value.detach().clone() for name, value in before.items()}
+    held = dict(running.named_parameters()) | (dict(running.named_buffers()) if where == "inputs" else {})
+    before = {name: value.detach().clone() for name, value in held.items()}
     x, y = batch(1, 4)
     loss = F.cross_entropy
     if where == "inputs" and running.ranks.rank == 1:
@@ -97,7 +97,7 @@ def poisoned(where: str) -> dict[str, Any]:
         running.train_step(x, y, loss)
     except SnnpartError as error:
         text = f"{type(error).__name__}: {error}"
-    unchanged = all(torch.equal(before[name], value) for name, value in running.named_parameters())
+    unchanged = all(torch.equal(before[name], value) for name, value in held.items())
     after = step(running, 2, 4)
     running.close()
     return {"text": text, "unchanged": unchanged, "after": after}

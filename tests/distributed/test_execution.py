@@ -72,8 +72,12 @@ def test_several_stages_a_rank(pool: Pool, schedule: str) -> None:
         ("gradients", "LaunchError: the gradients of train step 2 hold NaN or Inf"),
     ],
 )
-def test_a_bad_step_changes_nothing_and_is_said_on_all_ranks(pool: Pool, where: str, text: str) -> None:
-    for found in pool.run(JOBS + "poisoned", ranks=2, where=where):
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("how", [{}, {"dp": "fsdp2"}, {"tp": 2}, {"pp": 2, "microbatches": 2}], ids=str)
+def test_a_bad_step_changes_nothing_and_is_said_on_all_ranks(
+    pool: Pool, where: str, text: str, how: dict[str, Any], optimizer: str
+) -> None:
+    for found in pool.run(JOBS + "poisoned", ranks=2, where=where, optimizer=optimizer, **how):
         assert found["text"].startswith(text)
         assert found["unchanged"]
         assert found["after"] == found["after"]

@@ -40,7 +40,7 @@ def test_the_host_waits_for_numbers_of_the_device_in_an_operation() -> None:
         running._engine.same_everywhere(loss)  # type: ignore[arg-type]
         running.eval_step(*batch(0, 4), lambda out, target: loss_of_evaluation)  # type: ignore[arg-type, return-value]
         assert running._execution.update.kind == "host"
-        running._execution.update.step_on_host([report] * 4)  # type: ignore[arg-type]
+        running._execution.update.finish([report] * 4)  # type: ignore[arg-type]
     assert all(x.during.startswith(DEVICE) for x in (loss, loss_of_evaluation, report))
 
 
