@@ -104,6 +104,10 @@ def loss_fn(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.mean(0), target)
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE != "cpu")
+
+
 def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **options: Any) -> RunningProgram:
     _, topology = TOPOLOGIES[name]
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -119,12 +123,10 @@ def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **optio
     )
     assert (name == "pp2-tied") == bool(program.plan.tied)
     running = program.launch(
-        lambda params: torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE != "cpu"),
         device=DEVICE,
         execution=mode,
         precision="fp32" if precision == "fp64" else precision,
-        clip_grad_norm=1.0,
-        **options,
+        **{"optimizer": adamw, "clip_grad_norm": 1.0, **options},
     )
     assert isinstance(running, RunningProgram)
     return running
