@@ -41,6 +41,7 @@ def train(
     execution: str, optimizer: str = "sgd", clip: float | None = None, precision: str = "fp32", **how: Any
 ) -> Any:
     """Steps with a changing learning rate, uneven batches, and a launch that takes over in the middle."""
+    before = gpu.compiled_graphs()
     options = {"optimizer": OPTIMIZERS[optimizer], "clip_grad_norm": clip, "precision": precision}
     running = launch(compile_by_hand(make_net(), **how), execution=execution, **options)
     losses = [step(running, i, size) for i, size in enumerate(SIZES[:4])]
@@ -54,7 +55,7 @@ def train(
     losses += [step(running, 4 + i, size) for i, size in enumerate(SIZES[4:])]
     outputs = running.eval_step(batch(99, 5)[0])
     result = {"losses": losses, "state": running.state_dict(), "outputs": outputs, "norm": float(norm or 0.0)}
-    result["notices"] = list(running.notices)
+    result |= {"notices": list(running.notices), "compiled": gpu.compiled_graphs() - before}
     running.close()
     return result
 

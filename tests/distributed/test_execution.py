@@ -35,6 +35,23 @@ def test_static_steps_are_eager_steps(pool: Pool, name: str) -> None:
         assert "execution='cuda_graph' captures nothing on the CPU: its steps run uncaptured" in got["notices"]
 
 
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    [("ddp2", "auto"), *(pytest.param(name, "compile", marks=pytest.mark.all) for name in TOPOLOGIES)],
+)
+def test_other_modes_are_eager_steps(pool: Pool, name: str, execution: str) -> None:
+    eager, other = (
+        pool.run(JOBS + "train", execution=e, clip=0.1, timeout=240.0, **TOPOLOGIES[name]) for e in ("eager", execution)
+    )
+    for want, got in zip(eager, other, strict=True):
+        assert want["compiled"] == 0 and (got["compiled"] > 0) == (execution == "compile")
+        assert got["notices"] == []
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert got["norm"] == pytest.approx(want["norm"], abs=1e-9) and want["norm"] > 0.1
+        assert_same(got["state"], want["state"])
+        assert_same({"out": got["outputs"]}, {"out": want["outputs"]})
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop", "adagrad"])
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_every_kind_of_optimizer(pool: Pool, optimizer: str, clip: float | None) -> None:

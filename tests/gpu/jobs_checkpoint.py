@@ -9,7 +9,7 @@ import torch
 
 from snnpart.runtime.checkpoint import Checkpointer
 from snnpart.runtime.running import RunningProgram
-from tests.gpu.jobs_execution import batch, launched, loss_fn, rate
+from tests.gpu.jobs_execution import batch, dtype_of, launched, loss_fn, rate
 
 STEPS, SAVED = 14, 8
 """Steps of the whole run, and before the checkpoint: both parts have captured ones, and an uneven batch."""
@@ -34,12 +34,12 @@ def _ended(running: RunningProgram, losses: list[float]) -> dict[str, Any]:
 def uninterrupted(name: str, mode: str, precision: str) -> dict[str, Any]:
     """The whole run."""
     with launched(name, mode, precision) as running:
-        return _ended(running, steps(running, range(STEPS), _dtype(precision)))
+        return _ended(running, steps(running, range(STEPS), dtype_of(precision)))
 
 
 def with_checkpoint(name: str, mode: str, precision: str, directory: Path) -> dict[str, dict[str, Any]]:
     """A run that saves and goes on while the file is written, and one in a new program that goes on from the file."""
-    dtype = _dtype(precision)
+    dtype = dtype_of(precision)
     with launched(name, mode, precision) as running:
         checkpointer = Checkpointer(directory, running)
         first = steps(running, range(SAVED), dtype)
@@ -55,7 +55,3 @@ def with_checkpoint(name: str, mode: str, precision: str, directory: Path) -> di
         Checkpointer(directory, running).load(path)
         resumed = _ended(running, first + steps(running, range(SAVED, STEPS), dtype))
     return {"saved": saved, "resumed": resumed}
-
-
-def _dtype(precision: str) -> torch.dtype:
-    return torch.float64 if precision == "fp64" else torch.float32

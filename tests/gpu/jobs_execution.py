@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.jobs_execution OUT.pt CASE [CASE ...]
 
-A case is `NAME:MODE:PRECISION`; names are those of `TOPOLOGIES`, the precision is fp64, fp32, bf16 or fp16. Rank 0
-writes `{case: result}`; a case that fails has the text of its error as `error`.
+A case is `NAME:MODE:PRECISION`; names are those of `TOPOLOGIES`, the precision is fp64, fp32, bf16 or fp16,
+or `small`: a few steps of one block in float64, of which little is to be compiled. Rank 0 writes `{case: result}`; a
+case that fails has the text of its error as `error`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 DEVICE = os.environ.get("CASE_DEVICE", "cuda" if torch.cuda.is_available() else "cpu")
 """cuda:0 has all ranks share one GPU, through gloo."""
-STEPS, BATCH, T = 20, 16, 3
+STEPS, FEW, BATCH, T = 20, 6, 16, 3
+"""Steps of a case, and of a small one."""
 LIMIT = float(os.environ.get("CASE_LIMIT", "60"))
 UNEVEN = {9: 12, 19: 11}
 """Samples of the whole batch in the steps that have fewer."""
@@ -60,10 +62,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """One step of images [N, 3, 16, 16] -> [N, 10]: a stem, four blocks, dropout where asked for."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, blocks: int = 4) -> None:
         super().__init__()
         self.c, self.b, self.n = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), LIF()
-        self.blocks = nn.Sequential(*(Block(16) for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block(16) for _ in range(blocks)))
         self.drop, self.h = nn.Dropout(dropout), nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,9 +88,9 @@ class Tied(Net):
         return out
 
 
-def make_net(dropout: float = 0.0, tied: bool = False) -> Net:
+def make_net(dropout: float = 0.0, tied: bool = False, blocks: int = 4) -> Net:
     torch.manual_seed(0)
-    return Tied() if tied else Net(dropout)
+    return Tied() if tied else Net(dropout, blocks)
 
 
 def batch(number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -104,17 +106,22 @@ def loss_fn(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.mean(0), target)
 
 
+def dtype_of(precision: str) -> torch.dtype:
+    """Of parameters and inputs."""
+    return torch.float64 if precision in ("fp64", "small") else torch.float32
+
+
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2e-3, fused=True, capturable=DEVICE != "cpu")
 
 
 def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **options: Any) -> RunningProgram:
     _, topology = TOPOLOGIES[name]
-    dtype = torch.float64 if precision == "fp64" else torch.float32
+    dtype = dtype_of(precision)
     x, _ = batch(0, dtype)
     share = BATCH // 2 if name.startswith(("ddp", "fsdp")) else BATCH
     program = parallelize(
-        make_net(dropout, name == "pp2-tied").to(dtype),
+        make_net(dropout, name == "pp2-tied", 1 if precision == "small" else 4).to(dtype),
         example_inputs=x[:share],
         input_layout="NCHW",
         time_steps=T,
@@ -125,11 +132,19 @@ def launched(name: str, mode: str, precision: str, dropout: float = 0.0, **optio
     running = program.launch(
         device=DEVICE,
         execution=mode,
-        precision="fp32" if precision == "fp64" else precision,
+        precision=precision if precision in ("bf16", "fp16") else "fp32",
         **{"optimizer": adamw, "clip_grad_norm": 1.0, **options},
     )
     assert isinstance(running, RunningProgram)
     return running
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    found: int = sys.modules["torch._dynamo"].utils.counters["stats"]["unique_graphs"]
+    return found
 
 
 def rate(number: int) -> float:
@@ -141,11 +156,11 @@ def rate(number: int) -> float:
 def train(name: str, mode: str, precision: str) -> dict[str, Any]:
     """Steps with a changing learning rate and uneven batches; a launch in the middle takes over the state."""
     running = launched(name, mode, precision)
-    dtype = torch.float64 if precision == "fp64" else torch.float32
+    dtype = dtype_of(precision)
     losses: list[Tensor] = []
     notices: list[str] = []
-    started = time.perf_counter()
-    for number in range(STEPS):
+    started, compiled = time.perf_counter(), compiled_graphs()
+    for number in range(FEW if precision == "small" else STEPS):
         if number == STEPS // 2 + 2:
             state, inner = running.state_dict(), running.optimizer.state_dict() if running.optimizer else None
             notices += running.notices
@@ -165,7 +180,7 @@ def train(name: str, mode: str, precision: str) -> dict[str, Any]:
     outputs = running.eval_step(x)
     result = {"losses": found, "state": running.state_dict(), "outputs": outputs.cpu(), "seconds": seconds}
     result |= {"notices": notices + list(running.notices), "norm": float(running.grad_norm or 0.0)}
-    result["captured"] = running._execution.captures.captured
+    result |= {"captured": running._execution.captures.captured, "compiled": compiled_graphs() - compiled}
     running.close()
     return result
 
@@ -181,7 +196,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for case in cases:
         name, mode, precision = case.split(":")
-        faulthandler.dump_traceback_later(LIMIT, exit=True)  # a case that hangs ends, and says where
+        limit = 2 * LIMIT if mode == "compile" else LIMIT
+        faulthandler.dump_traceback_later(limit, exit=True)  # a case that hangs ends, and says where
         try:
             found[case] = train(name, mode, precision)
         except Exception:
