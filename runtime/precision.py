@@ -37,9 +37,12 @@ class LossScale:
         for dtype in {grad.dtype for grad in grads}:
             compat.unscale([grad for grad in grads if grad.dtype is dtype], bad, inverse)
 
-    def update(self, bad: Tensor) -> None:
-        """Choose the next factor; `bad` [] is 0 after a good step."""
+    def update(self, bad: Tensor, undo: Tensor) -> None:
+        """Choose the next factor; `bad` [] is 0 after a good step. Nothing changes where `undo` [] is above 0."""
+        held = [self.factor, self._good]
+        before = compat.copies(held)
         compat.update_scale(self.factor, self._good, bad, interval=self._interval)
+        compat.put_back(held, before, undo)
 
     def state_dict(self) -> dict[str, Any]:
         return {"factor": float(self.factor), "good": int(self._good)}

@@ -157,7 +157,7 @@ class Update:
         if engine.optimizer is not None and self.is_captured:
             self._step_optimizer(engine.optimizer, bad)
         if engine.precision.scale is not None:
-            engine.precision.scale.update((report[BAD_GRADIENTS] > 0).float())
+            engine.precision.scale.update((report[BAD_GRADIENTS] > 0).float(), report[BAD_INPUTS])
 
     def _step_optimizer(self, optimizer: Any, bad: Tensor) -> None:
         """The step, which changes nothing where `bad` [] is 1."""

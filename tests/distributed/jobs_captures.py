@@ -24,14 +24,20 @@ from tests.gpu.jobs_checkpoint import uninterrupted, with_checkpoint
 STEPS = 9
 
 
-def captured(execution: str, optimizer: str = "sgd", fails: int | None = None, **how: Any) -> dict[str, Any]:
+def captured(
+    execution: str, optimizer: str = "sgd", fails: int | None = None, cycles: bool = False, **how: Any
+) -> dict[str, Any]:
     """Steps and evaluations; captured after the third ones, but for rank `fails` (-1: no rank; None: nobody tries)."""
     block: AbstractContextManager[None] = nullcontext() if fails is None else recording(fails)
     running = launch(
         compile_by_hand(make_net(), **how), optimizer=OPTIMIZERS[optimizer], execution=execution, clip_grad_norm=0.5
     )
     with block:
-        losses = [step(running, number, 8) for number in range(STEPS)]
+        losses = []
+        for number in range(STEPS):
+            for group in running.optimizer.param_groups if running.optimizer and cycles else ():
+                group["momentum"] = 0.8 + number / 50
+            losses.append(step(running, number, 8))
         evaluated = [running.eval_step(batch(number, 6)[0]) for number in range(5)]
         loss = running.eval_step(*batch(99, 6), F.cross_entropy)[1].item()
         graphs = [one._graph for one in running._execution.captures._passes.values()]

@@ -45,6 +45,19 @@ def test_what_is_replayed_is_what_eager_steps_do(pool: Pool, name: str, optimize
         check_equal(got, want)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", *long("rmsprop")])
+@pytest.mark.parametrize("name", ["fsdp2", "pp2", *long("ddp2", "tp2", "tp2-pp2")])
+def test_what_cycles_is_stepped_behind_the_replay(pool: Pool, name: str, optimizer: str) -> None:
+    """Momentum has another value in each step: two kinds of steps, then one with the optimizer's step outside."""
+    how = {"optimizer": optimizer, "cycles": True, **TOPOLOGIES[name]}
+    eager = pool.run(JOBS + "captured", execution="eager", **how)
+    static = pool.run(JOBS + "captured", execution="cuda_graph", fails=-1, **how)
+    for want, got in zip(eager, static, strict=True):
+        assert got["replays"] == [0, 0, STEPS - 5, 3]
+        assert len([notice for notice in got["notices"] if "'momentum' of" in notice]) == 1
+        check_equal(got, want)
+
+
 @pytest.mark.parametrize("rank", [1, *long(0)])
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_capture_that_fails_on_one_rank_is_given_up_on_all(pool: Pool, name: str, rank: int) -> None:

@@ -97,6 +97,20 @@ def test_bad_gradients_change_no_parameter(name: str, at: int) -> None:
     assert_same(static[1], eager[1], 1e-9)
 
 
+def test_bad_inputs_leave_the_loss_scale() -> None:
+    with launched(OPTIMIZERS["adamw"][1], "cuda_graph", precision="fp16") as running:
+        assert running.loss_scale is not None
+        for number in range(3):
+            running.train_step(*batch(number, 4), F.cross_entropy)
+        scale, before = running.loss_scale.state_dict(), held(running)
+        with pytest.raises(ConfigError, match="the inputs of train step 4 hold NaN or Inf"):
+            running.train_step(batch(0, 4)[0] * float("nan"), batch(0, 4)[1], F.cross_entropy)
+        assert running.loss_scale.state_dict() == scale == {"factor": 2.0**16, "good": 3}
+        assert_same(held(running), before)
+        running.train_step(*batch(4, 4), F.cross_entropy)
+        assert running.loss_scale.state_dict() == {"factor": 2.0**16, "good": 4}
+
+
 def test_the_first_batch_is_looked_at_before_anything_is_sent() -> None:
     with launched(OPTIMIZERS["adamw"][1], "cuda_graph") as running:
         with pytest.raises(ConfigError, match="24 of 24 numbers are NaN or Inf") as refused:
