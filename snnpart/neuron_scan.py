@@ -8,17 +8,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from snnpart import facts, frameworks
 from snnpart.compat import TorchDispatchMode
 from snnpart.errors import SnnpartError
 from snnpart.facts import Value
 from snnpart.first_states import start_number
-from snnpart.frameworks.clone import settle
-from snnpart.neuron_step import NeuronStep, Runner, Scan, Start, StepError, scan_of_leaf, scan_of_loop, trace_step
+from snnpart.neuron_step import (
+    NeuronStep,
+    Runner,
+    Scan,
+    Start,
+    StepError,
+    Whole,
+    plain_copy,
+    scan_of_leaf,
+    scan_of_loop,
+    trace_step,
+)
 from snnpart.ops_fused import FusedNeuron, parts, scan_input
 from snnpart.ops_time import Loop, leaf_paths
+from snnpart.scan_order import Order, order_of
 from snnpart.step_code import check_code
 from snnpart.text.nodes import print_fx
 
@@ -47,7 +58,7 @@ def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
     if found is None:
         try:
             with torch.random.fork_rng(devices=[]):
-                found = trace_step(_scan(scan, loop, own), len(facts.need(scan_input(scan), Value).shape) - 1)
+                found = trace_step(_scan(scan, loop, own), step_dims(scan, leaves))
             check_code(found)
         except StepError as error:
             found = str(error)
@@ -56,6 +67,26 @@ def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
     if isinstance(found, str):
         raise StepError(found)
     return found
+
+
+def order_of_scan(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> Order:
+    """The order of a scan node's sequence, a loop's or a layer's; `leaves` by their paths."""
+    found = order_of(leaves[str(scan.target)]) if scan.op == "call_module" else None
+    return found or Order()
+
+
+def steps_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> int:
+    """How many steps a scan node takes."""
+    order, shape = order_of_scan(scan, leaves), facts.need(scan_input(scan), Value).shape
+    if not order.merged:
+        return shape[1 if order.samples_first else 0]
+    module = leaves[str(scan.target)]
+    return frameworks.adapter_for(module).merged_steps(module, shape[0]) or 1
+
+
+def step_dims(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> int:
+    """How many dims one step of the scan's sequence has."""
+    return len(order_of_scan(scan, leaves).step_shape(facts.need(scan_input(scan), Value).shape))
 
 
 def draws(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> bool | None:
@@ -83,13 +114,12 @@ class _WatchDraws(TorchDispatchMode):
 
 def _run(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> None:
     """A few steps of the scan on one sample."""
-    value, (loop, own) = facts.need(scan_input(scan), Value), _plain(scan, leaves)
-    steps, *shape = (1 if slope else size for size, slope in zip(value.shape, value.slopes, strict=True))
+    value, order, (loop, own) = facts.need(scan_input(scan), Value), order_of_scan(scan, leaves), _plain(scan, leaves)
+    shape = order.step_shape([1 if slope else size for size, slope in zip(value.shape, value.slopes, strict=True)])
     if loop is None:
         (leaf,) = own.values()
-        whole = frameworks.clone_leaf(leaf, {}).cpu().float()
-        settle(whole)
-        made: Tensor = whole(torch.ones((steps, *shape), requires_grad=True))
+        steps = steps_of(scan, leaves)
+        made = Whole(plain_copy(leaf), order)(torch.ones((steps, *shape), requires_grad=True))
     else:
         found, x = _scan(scan, loop, own), torch.ones(shape, requires_grad=True)
         run = Runner(found)

@@ -21,7 +21,6 @@ numbers and gradients, or `StepError` says why there is no step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +33,9 @@ from snnpart import frameworks
 from snnpart.frameworks.carried import give_state, take_state
 from snnpart.frameworks.clone import settle
 from snnpart.graph import Body
+from snnpart.held_tensors import filling_with_tensors, holding
 from snnpart.ops_time import Loop, leaf_paths
+from snnpart.scan_order import Order, order_of
 
 _CHECKED_STEPS = 4
 _TOLERANCE = 1e-5
@@ -73,6 +74,22 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A layer that takes all steps in one call, and how its input lies."""
+
+    layer: nn.Module
+    order: Order
+
+    def __call__(self, xs: Tensor) -> Tensor:
+        """The sequence that it gives for xs, both [T, N, ...]."""
+        if self.order.merged:
+            frameworks.adapter_for(self.layer).merge_steps(self.layer, len(xs))
+        made = self.layer(self.order.as_layer(xs))
+        made = torch.stack(made) if isinstance(made, list) else made[0] if isinstance(made, tuple) else made
+        return self.order.steps_first(made, len(xs))
+
+
+@dataclass(frozen=True)
 class Scan:
     """A scan that can be run: its graphs over a module of its own leaves, and what it is first given as state.
 
@@ -86,7 +103,7 @@ class Scan:
     fixed: tuple[Any, ...]
     carried: tuple[Any, ...]
     result: int
-    whole: nn.Module | None = None
+    whole: Whole | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the steps read: fixed values by position (`0`, `1`), tensors of leaves by their paths."""
@@ -102,11 +119,17 @@ def scan_of_leaf(path: str, module: nn.Module) -> Scan:
     out = step.call_module(path, (step.placeholder("step0"),))
     step.output((out,))
     found = scan_of_loop(Loop(step, 1, ("all",)), {path: module}, (), (), 0)
-    if frameworks.adapter_for(module).time_dim(found.body.get_submodule(path)) is not None:
+    adapter, order = frameworks.adapter_for(module), order_of(module)
+    if order is None or not adapter.one_step(found.body.get_submodule(path)):
         raise StepError("it has no single-step form")
-    whole = frameworks.clone_leaf(module, {}).cpu().float()
-    settle(whole)
-    return replace(found, whole=whole)
+    return replace(found, whole=Whole(plain_copy(module), order))
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A copy of a layer on the CPU in float32, without state."""
+    copy = frameworks.clone_leaf(module, {}).cpu().float()
+    settle(copy)
+    return copy
 
 
 def scan_of_loop(
@@ -218,35 +241,9 @@ class _Stepper:
     def _call(self, x: Tensor, p: Sequence[Tensor], state: Any) -> tuple[Any, Tensor]:
         given = dict(zip(self.names, p, strict=True))
         fixed = [given.get(str(i), value) for i, value in enumerate(self.scan.fixed)]
-        with _holding(self.scan.body, {name: value for name, value in given.items() if not name.isdigit()}):
+        with holding(self.scan.body, {k: v for k, v in given.items() if not k.isdigit()}), filling_with_tensors():
             found: tuple[Any, Tensor] = self.runner(x, fixed, state)
         return found
-
-
-def owned(module: nn.Module, dotted: str) -> tuple[dict[str, Any], str]:
-    """Where a tensor of the module hangs: the table of parameters or buffers, and its name there.
-
-    Submodules are looked up as such: an adapter's copy may have one under the name of a plain attribute.
-    """
-    *path, name = dotted.split(".")
-    for atom in path:
-        module = module._modules[atom]  # type: ignore[assignment]
-    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    return table, name
-
-
-@contextmanager
-def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """A block in which the module has these tensors in the place of its own."""
-    places = [(*owned(module, name), value) for name, value in tensors.items()]
-    before = [table[name] for table, name, _ in places]
-    try:
-        for table, name, value in places:
-            table[name] = value
-        yield
-    finally:
-        for (table, name, _), value in zip(places, before, strict=True):
-            table[name] = value
 
 
 def _is_state(item: Any, x: Tensor) -> bool:
@@ -313,7 +310,7 @@ def _check(
 ) -> None:
     """StepError unless the recorded step gives the outputs and gradients of the scan itself over a few steps."""
     xs = (torch.rand((_CHECKED_STEPS, *shape), generator=generator) * 3 - 0.5).requires_grad_()
-    p = [value.clone().requires_grad_() for value in tensors.values()]
+    p = [value.detach().clone().requires_grad_() for value in tensors.values()]  # some steps want gradients
     weights = torch.rand((_CHECKED_STEPS, *shape), generator=generator)
     stepper = _Stepper(scan, step.parameters, Runner(scan))
     with torch.enable_grad():
@@ -332,10 +329,10 @@ def _check(
         _check_whole(scan.whole, xs, weights, found, dxs)
 
 
-def _check_whole(whole: nn.Module, xs: Tensor, weights: Tensor, found: Tensor, dxs: Tensor) -> None:
+def _check_whole(whole: Whole, xs: Tensor, weights: Tensor, found: Tensor, dxs: Tensor) -> None:
     """The same beside the layer itself, all steps in one call; every number of a parameter is its first one."""
     with torch.no_grad():
-        for tensor in (*whole.parameters(), *whole.buffers()):
+        for tensor in (*whole.layer.parameters(), *whole.layer.buffers()):
             if tensor.numel() > 1:
                 tensor.fill_(tensor.flatten()[0])
     with torch.enable_grad():

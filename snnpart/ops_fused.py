@@ -7,15 +7,17 @@ node without a kernel runs the region. A region is a chain
     [ops_time.batch_norm_steps] -> ...
     [ops.batch_norm_copies] -> [unsqueeze] -> expand -> ...
 
-with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. In the last form x is
-the same at every step, and only one copy of it is there. `parts` says which node
+with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. A layer may have the
+samples first instead, [N, T, ...] or [N*T, ...] (`scan_order`). What is used of several results stands behind the scan
+(`result_nodes`). In the last form x is the same at every step, and only one copy of it is there. `parts` says which node
 is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -76,7 +78,8 @@ class FusedNeuron(Nested):
 
 @dataclass(frozen=True)
 class Parts:
-    """Which node of a region is which. `x` and `residual` are placeholders; `stacked`: the result is [T, N, ...].
+    """Which node of a region is which. `x` and `residual` are placeholders; `result` says which result of the scan is
+    taken (None: the one that it has); `stacked`: the region's result has as many dims as what the scan goes through.
 
     `shared`: x has no steps, it is the same at each.
     """
@@ -84,7 +87,7 @@ class Parts:
     x: fx.Node
     norm: fx.Node | None
     scan: fx.Node
-    result: int
+    result: int | None
     residual: fx.Node | None
     stacked: bool
     shared: bool
@@ -96,7 +99,7 @@ def parts(region: fx.Graph) -> Parts:
     chain = [node for node in region.nodes if node.op not in ("placeholder", "output")]
     norm = next((node for node in chain if node.target in NORMS), None)
     scan = next(node for node in chain if node.op == "call_module" or isinstance(node.target, Loop))
-    taken = next((node for node in chain if node.args and node.args[0] is scan and isinstance(scan.target, Loop)), None)
+    taken = [node for node in chain if node.target is getitem and node.args[0] is scan]
     add = end if end.target is torch.add else None
     sequence = scan_input(scan)
     return Parts(
@@ -104,7 +107,7 @@ def parts(region: fx.Graph) -> Parts:
         x=_back_to(sequence if norm is None else norm.args[0]),
         norm=norm,
         scan=scan,
-        result=0 if taken is None else int(taken.args[1]),  # type: ignore[arg-type]
+        result=int(taken[0].args[1]) if len(taken) == 1 else None,  # type: ignore[arg-type]
         residual=next((n for n in add.all_input_nodes if n.op == "placeholder"), None) if add is not None else None,
         stacked=len(facts.need(end, Value).shape) == len(facts.need(sequence, Value).shape),
     )
@@ -120,6 +123,26 @@ def scan_input(scan: fx.Node) -> fx.Node:
     """The sequence that a neuron layer or a loop goes through."""
     found: Any = scan.args[0] if scan.op == "call_module" else scan.args[0][0]  # type: ignore[index]
     return found  # type: ignore[no-any-return]
+
+
+def result_nodes(scan: fx.Node) -> list[fx.Node] | None:
+    """The nodes from a scan to the one sequence that is used of it: itself, or the result that is taken of several, or
+    each step's result and their stack; None where more is used."""
+    if facts.get(scan, Value) is not None:
+        return [scan]
+    users = list(scan.users)
+    if len(users) == 1 and users[0].target is getitem and (users[0].args[1] == 0 or isinstance(scan.target, Loop)):
+        return [scan, users[0]]
+    stacks = list(dict.fromkeys(reader for user in users for reader in user.users))
+    return [scan, *users, stacks[0]] if len(stacks) == 1 and _joins(stacks[0], users) else None
+
+
+def _joins(node: fx.Node, steps: Sequence[fx.Node]) -> bool:
+    """Whether a node stacks all results of a call, in order, which these nodes take."""
+    if node.target is not torch.stack or len(node.args) != 2 or node.args[1] != 0 or node.kwargs:
+        return False
+    joined: Any = node.args[0]
+    return set(joined) == set(steps) and [item.args[1] for item in joined] == list(range(len(steps)))
 
 
 def _back_to(node: Any) -> fx.Node:

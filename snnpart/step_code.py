@@ -29,7 +29,10 @@ _VIEWS = frozenset(
     ]
 )
 _COPIES = frozenset({"clone", "stack", "cat", "select_backward", "lift_fresh_copy"})
-_FILLED = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
+_FILLED = {
+    **dict.fromkeys(("zero", "zeros", "zeros_like", "new_zeros"), 0.0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0),
+}
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne":
     "!=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "logical_and": "&", "logical_or": "|",
@@ -221,6 +224,8 @@ def _number(value: float) -> str:
 
 def _infix(writer: _Writer, node: fx.Node, name: str) -> _Cell:
     left, right = node.args[:2]
+    if node.kwargs.get("rounding_mode") == "trunc":
+        return _whole_quotient(writer, node)
     if node.kwargs.get("rounding_mode") is not None:
         raise StepError(f"there is no kernel text for a rounded {node.target}")
     boolean = _dtype(node) is torch.bool
@@ -232,6 +237,13 @@ def _infix(writer: _Writer, node: fx.Node, name: str) -> _Cell:
     if alpha != 1:
         b = f"({_number(float(alpha))} * {b})"
     return writer.name(f"{a} {_INFIX[name]} {b}", boolean or name in _COMPARISONS)
+
+
+def _whole_quotient(writer: _Writer, node: fx.Node) -> _Cell:
+    """A quotient without its fraction. Triton's own division may be off by a last bit, which would lose a spike."""
+    a, b = (f"({writer.real(item)} + tl.zeros([R, B], CT))" for item in node.args[:2])
+    exact = writer.name(f"(tl.div_rn({a}, {b}) if CT == tl.float32 else {a} / {b})", False).text
+    return writer.name(f"tl.where({exact} < 0.0, tl.ceil({exact}), tl.floor({exact})).to(CT)", False)
 
 
 def _masks(node: fx.Node) -> bool:

@@ -117,6 +117,9 @@ class _Language:
     def maximum(self, a: Any, b: Any) -> Tensor:
         return torch.maximum(self._tensor(a), self._tensor(b))
 
+    def div_rn(self, a: Any, b: Any) -> Tensor:
+        return self._tensor(a) / self._tensor(b)
+
     def minimum(self, a: Any, b: Any) -> Tensor:
         return torch.minimum(self._tensor(a), self._tensor(b))
 

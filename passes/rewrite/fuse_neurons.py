@@ -4,7 +4,9 @@ It works on the graphs of stages, after channels are dealt out and collectives s
 (`Plan.fuse`): a fused node is one kernel forward and at most two backward, and keeps x for backward where the separate
 operations keep x, the norm's result, and the membrane of every step.
 
-A neuron is fused if its step can be recorded and written as a kernel (`neuron_step`, `step_code`). What is taken along:
+A neuron is fused if its step can be recorded and written as a kernel (`neuron_step`, `step_code`), and only one
+sequence that it gives is used. It may go through [T, N, ...], [N, T, ...] or [N*T, ...] (`scan_order`). What is taken
+along:
 
 - before it an `ops.batch_norm` that only the neuron reads, over all steps at once, with a momentum, or
   `batch_norm_steps` of at most `STEPS_APART` steps; where the input is the same at each step, its expansion over the
@@ -24,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from snnpart import facts, ops
 from snnpart.costs import MachineProfile
@@ -32,11 +34,12 @@ from snnpart.facts import Cost, Origin, State, Value
 from snnpart.first_states import own_start, start_number
 from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
-from snnpart.neuron_scan import draws, leaf_number, step_of
+from snnpart.neuron_scan import draws, leaf_number, order_of_scan, step_dims, step_of, steps_of
 from snnpart.neuron_step import NeuronStep, StepError
-from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, scan_input, splits_time
+from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, result_nodes, scan_input, splits_time
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps, leaf_paths
 from snnpart.passes.rewrite.repeated_input import put_back, with_sequence
+from snnpart.scan_order import Order, order_of
 
 NAME = "fuse-neurons"
 
@@ -57,6 +60,8 @@ def fuse_neurons(
     """
     notes: list[str] = []
     kept = "" if state == "float32" else f"; its states are not rounded to {state}"
+    for node in [node for node in graph.nodes if _is_single_step(node, leaves)]:
+        notes.append(f"{facts.place(node)} is not fused: it takes one step a call, outside any loop over time{kept}")
     for scan in [node for node in graph.nodes if _is_scan(node, leaves)]:
         own = with_sequence(scan)
         try:
@@ -71,9 +76,13 @@ def fuse_neurons(
             graph.erase_node(scan)
         if isinstance(step, str):
             notes.append(f"{facts.place(own)} is compiled, not generated: {step}{kept}")
-            _fuse(graph, _chain(own, norm=False), profile, FusedNeuron(fx.Graph(), 0, state, way="compiled"))
+            how = FusedNeuron(fx.Graph(), 0, state, way="compiled")
         else:
-            _fuse(graph, _chain(own), profile, FusedNeuron(fx.Graph(), 0, state, step, way))
+            how = FusedNeuron(fx.Graph(), 0, state, step, way)
+        modules = _modules(own, leaves)
+        how = replace(how, steps=steps_of(own, modules))
+        chain = _chain(own, order_of_scan(own, modules), norm=not isinstance(step, str))
+        _fuse(graph, chain, profile, how)
     return tuple(notes)
 
 
@@ -92,8 +101,9 @@ def is_fused(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
 def _kernel_step(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> NeuronStep | str:
     """The step that a kernel is generated from, or why there is none. StepError where nothing else can run it either:
     a compiler draws other random numbers."""
-    modules = {path: leaves[path].module for path in leaf_paths(scan)}
+    modules = _modules(scan, leaves)
     try:
+        _check_sequence(scan)
         step = step_of(scan, modules)
         _check_parameters(scan, leaves, step)
     except StepError as error:
@@ -106,17 +116,37 @@ def _kernel_step(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> NeuronStep | 
     return step
 
 
+def _check_sequence(scan: fx.Node) -> None:
+    """StepError where a layer sums its steps up."""
+    made = result_nodes(scan)
+    if made is None or facts.need(made[-1], Value).shape != facts.need(scan_input(scan), Value).shape:
+        raise StepError("its result is no sequence of its input's shape")
+
+
+def _modules(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> dict[str, nn.Module]:
+    return {path: leaves[path].module for path in leaf_paths(scan)}
+
+
 def _is_scan(node: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
-    if node.op == "call_module":
-        info = leaves[str(node.target)]
-        return info.neuron and adapter_for(info.module).time_dim(info.module) is not None
-    return isinstance(node.target, Loop)
+    return isinstance(node.target, Loop) or _is_neuron(node, leaves) and not _is_single_step(node, leaves)
+
+
+def _is_single_step(node: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
+    """Whether a node is a neuron layer that takes one step."""
+    if not _is_neuron(node, leaves):
+        return False
+    module = leaves[str(node.target)].module
+    return order_of(module) is None and adapter_for(module).time_dim(module) is None
+
+
+def _is_neuron(node: fx.Node, leaves: Mapping[str, LeafInfo]) -> bool:
+    return node.op == "call_module" and leaves[str(node.target)].neuron
 
 
 def _check_parameters(scan: fx.Node, leaves: Mapping[str, LeafInfo], step: NeuronStep) -> None:
     """StepError for a tensor of a leaf that is neither one number nor one for each channel."""
     paths = leaf_paths(scan)
-    dims = len(facts.need(scan_input(scan), Value).shape) - 1
+    dims = step_dims(scan, _modules(scan, leaves))
     for name in step.parameters:
         leaf, _, inside = name.partition(".")
         if not inside:
@@ -133,15 +163,21 @@ def _check_form(scan: fx.Node, leaves: Mapping[str, LeafInfo]) -> None:
     if state is not None and state.of > 1:
         raise StepError(f"it is called {state.of} times, with state handed on")
     if scan.op == "call_module":
-        module = leaves[str(scan.target)].module
-        if adapter_for(module).time_dim(module) != 0:
-            raise StepError("time is not the first dim of its input")
-        if len(scan.args) != 1 or scan.kwargs:
+        if order_of(leaves[str(scan.target)].module) is None:
+            raise StepError("time is neither the first nor the second dim of its input")
+        if not scan.args or any(item is not None for item in (*scan.args[1:], *scan.kwargs.values())):
             raise StepError("it is given more than its input")
-        if facts.get(scan, Value) is None:
-            raise StepError("it has several results")
+        _check_results(scan)
         return
     _check_loop(scan)
+
+
+def _check_results(scan: fx.Node) -> None:
+    """StepError where more is used of a layer than its first result, or each step of that, stacked again."""
+    if result_nodes(scan) is None:
+        step, values = facts.need(scan_input(scan), Value).shape[1:], [facts.get(user, Value) for user in scan.users]
+        each = all(value is not None and value.shape == step for value in values)
+        raise StepError("each step's result is used by itself" if each else "other results than its first are used")
 
 
 def _check_loop(scan: fx.Node) -> None:
@@ -179,10 +215,13 @@ class _Chain:
     scan: fx.Node
 
 
-def _chain(scan: fx.Node, *, norm: bool = True) -> _Chain:
-    made = [scan] if scan.op == "call_module" else [scan, next(iter(scan.users))]
+def _chain(scan: fx.Node, order: Order, *, norm: bool) -> _Chain:
+    made = result_nodes(scan) or []
     starts = _own_starts(scan)
-    before = _before(scan, starts) if norm else _expansion(scan_input(scan))
+    if order.samples_first:
+        before = _norm_before(scan, {scan}, steps=None) if norm else []
+    else:
+        before = _before(scan, starts) if norm else _expansion(scan_input(scan))
     return _Chain((*before, *starts, *made, *_addition_behind(made[-1])), scan)
 
 
@@ -211,19 +250,26 @@ def _erase_unread(node: fx.Node) -> None:
 def _before(scan: fx.Node, starts: Sequence[fx.Node]) -> list[fx.Node]:
     """What alone leads to the scan, and to its first states: an expansion over the steps, and a norm with the views
     behind it."""
-    node: Any = scan_input(scan)
+    node = scan_input(scan)
     passed, steps = _expansion(node), facts.need(node, Value).shape[0]
     if not passed:
-        readers = {scan, *starts}
-        while splits_time(node) and readers.issuperset(node.users):
-            passed.insert(0, node)
-            readers.add(node)
-            node = node.args[0]
-        apart = _is_norm(node, batch_norm_steps, readers) and node.args[9] == steps <= STEPS_APART
-        return [node, *passed] if apart or _is_norm(node, ops.batch_norm, readers) else []
+        return _norm_before(scan, {scan, *starts}, steps)
     norm: Any = passed[0].args[0]
     for_all = any(_is_norm(norm, kind, {passed[0]}) for kind in (ops.batch_norm_copies, batch_norm_repeated))
     return [norm, *passed] if for_all and norm.args[9] == steps else passed
+
+
+def _norm_before(scan: fx.Node, readers: set[fx.Node], steps: int | None) -> list[fx.Node]:
+    """A norm of a scan's sequence that only these nodes read, and the views behind it: over all steps at once, or over
+    each of so many."""
+    node: Any = scan_input(scan)
+    passed: list[fx.Node] = []
+    while splits_time(node) and readers.issuperset(node.users):
+        passed.insert(0, node)
+        readers.add(node)
+        node = node.args[0]
+    apart = steps is not None and _is_norm(node, batch_norm_steps, readers) and node.args[9] == steps <= STEPS_APART
+    return [node, *passed] if apart or _is_norm(node, ops.batch_norm, readers) else []
 
 
 def _expansion(node: fx.Node) -> list[fx.Node]:
@@ -274,9 +320,8 @@ def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, how: FusedNeu
     for node in chain.nodes:
         mapping[node] = region.node_copy(node, mapping.__getitem__)
     region.output((mapping[end],))
-    steps = facts.need(scan_input(chain.scan), Value).shape[0]
     with graph.inserting_after(end):
-        fused = graph.call_function(replace(how, region=region, steps=steps), tuple(inputs))
+        fused = graph.call_function(replace(how, region=region), tuple(inputs))
     fused.meta = dict(end.meta)
     origin = facts.get(chain.scan, Origin) or Origin()
     facts.put(fused, replace(origin, made_by=NAME), _cost(chain, inputs, end, profile))

@@ -5,7 +5,8 @@ where x is), whatever x's dtype: x and the spikes are bfloat16 under autocast, t
 are x and two numbers a channel; of sequences longer than `neuron_code.CHUNK` also the states at the start of each
 chunk.
 
-x may be [T*N, ...] or [T, N, ...], contiguous or with channels last; the result has x's memory order. Nothing here
+x may be [T*N, ...] or [T, N, ...], or these with samples first, contiguous or with channels last; the result has x's
+memory order. Nothing here
 waits for the device, so that a step can be captured.
 """
 
@@ -20,20 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snnpart import facts, ops, ops_fused, ops_time, shared_statistics
-from snnpart.facts import Value
+from snnpart import ops_fused, shared_statistics
 from snnpart.graph import Body
-from snnpart.neuron_scan import leaf_name, step_of_region
-from snnpart.neuron_step import NeuronStep, owned
+from snnpart.held_tensors import owned
+from snnpart.neuron_scan import leaf_name, order_of_scan, step_dims, step_of_region
+from snnpart.neuron_step import NeuronStep
 from snnpart.ops_fused import FusedNeuron, Parts
 from snnpart.ops_time import leaf_paths
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.choices import Choices, of_this_machine
+from snnpart.runtime.kernels.fused_norm import Norm
 from snnpart.runtime.kernels.layout import laid, whole
 from snnpart.runtime.kernels.neuron_code import Form, backward_source, forward_source
 from snnpart.runtime.kernels.sums import affine_gradients, over_programs, parameter_gradient
 from snnpart.runtime.kernels.tiles import Tiles, inner_of, tiles_for
 from snnpart.runtime.kernels.ways import Region, fastest, kind_of
+from snnpart.scan_order import Order
 from snnpart.step_run import ROUND, RoundedScan
 
 try:
@@ -57,7 +60,8 @@ class Fused:
     def __init__(self, target: FusedNeuron, module: Body, reference: Callable[..., Tensor]) -> None:
         self.target, self._module, self._reference = target, module, reference
         self._parts = ops_fused.parts(target.region)
-        self._dims = len(facts.need(ops_fused.scan_input(self._parts.scan), Value).shape)
+        leaves = {path: module.get_submodule(path) for path in leaf_paths(self._parts.scan)}
+        self._order, self._dims = order_of_scan(self._parts.scan, leaves), step_dims(self._parts.scan, leaves) + 1
         places = {node: i for i, node in enumerate(n for n in target.region.nodes if n.op == "placeholder")}
         self._places: dict[Any, int] = dict(places.items())
         self._taken: dict[Any, str] = {}
@@ -139,7 +143,8 @@ class Fused:
         norm = None if self._parts.norm is None else self._norm(args)
         state = "" if self._state is None else self.target.state
         x = x if inner_of(x) is not None else x.contiguous()
-        call = _Call(self.step, state, self.target.steps, norm, self._parts, x, residual is not None, p)
+        how = (self.target.steps, norm, self._parts, self._order)
+        call = _Call(self.step, state, *how, x, residual is not None, p)
         return call, x, None if residual is None else call.laid_out(residual)
 
     def _value(self, item: Any, args: Sequence[Any]) -> Any:
@@ -154,53 +159,11 @@ class Fused:
         table, own = owned(self._module, f"{self._leaves[leaf]}.{inside}")
         return table[own]  # type: ignore[no-any-return]
 
-    def _norm(self, args: Sequence[Any]) -> _Norm:
+    def _norm(self, args: Sequence[Any]) -> Norm:
         assert self._parts.norm is not None
         kind: Any = self._parts.norm.target
         weight, bias, *rest = (self._value(item, args) for item in self._parts.norm.args[1:9])
-        return _Norm(kind, self.target.steps, whole(weight), whole(bias), *rest)
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """Which operation normalises, over how many steps, and its arguments behind x."""
-
-    kind: Callable[..., Tensor]
-    steps: int
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    counter: Tensor | None
-    training: bool
-    momentum: float
-    eps: float
-
-    @property
-    def batch(self) -> bool:
-        """Whether the batch's own statistics are used."""
-        return self.training or self.running_mean is None
-
-    @property
-    def per_step(self) -> bool:
-        """Whether each step has its own statistics."""
-        return self.batch and self.kind is ops_time.batch_norm_steps
-
-    @property
-    def updates(self) -> int:
-        """How often the layer is called, by its counter."""
-        return self.steps if self.kind in (ops_time.batch_norm_steps, ops_time.batch_norm_repeated) else 1
-
-    @property
-    def factor(self) -> float:
-        """How far the statistics of one call of the kernel move the running ones."""
-        calls = self.updates if self.kind is ops_time.batch_norm_repeated else 1
-        return float(1.0 - (1.0 - self.momentum) ** calls)
-
-    @property
-    def copies(self) -> int:
-        """How many equal x the running variance is unbiased over."""
-        return self.steps if self.kind is ops.batch_norm_copies else 1
+        return Norm(kind, self.target.steps, whole(weight), whole(bias), *rest)
 
 
 class _Call:
@@ -208,14 +171,16 @@ class _Call:
     numbers. It lives until backward and holds no tensor of x's size: what backward needs is saved apart."""
 
     def __init__(
-        self, step: NeuronStep, state: str, steps: int, norm: _Norm | None, parts: Parts, x: Tensor, residual: bool,
-        p: tuple[Tensor, ...],
+        self, step: NeuronStep, state: str, steps: int, norm: Norm | None, parts: Parts, order: Order, x: Tensor,
+        residual: bool, p: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         self.step, self.state, self.steps, self.norm, self.shared, self.p = step, state, steps, norm, parts.shared, p
         self.numel, self.inner, self.residual = x.numel(), inner_of(x) or 1, residual
         outer, rest = x.shape[0] // (1 if parts.shared else self.steps), x.shape[1:]
         self.merged = (self.steps * outer, *rest)
-        self.shape = (self.steps, outer, *rest) if parts.stacked else self.merged
+        self.samples_first, self.features = order.samples_first, torch.Size(rest).numel()
+        stacked = (outer, self.steps, *rest) if order.samples_first else (self.steps, outer, *rest)
+        self.shape = stacked if parts.stacked != order.merged else self.merged
         self.channelled = tuple(value.numel() > 1 for value in p)
         self.channels = x.shape[1] if norm is not None or any(self.channelled) else 1
         self.eps = 0.0 if norm is None else norm.eps
@@ -260,6 +225,7 @@ class _Call:
             shared=self.shared,
             state=self.state,
             per_step=self.apart > 1,
+            samples_first=self.samples_first,
         )
 
     def tiles(self, numel: int, size: int, *, sums: bool) -> Tiles:
@@ -291,7 +257,7 @@ class _Apply(torch.autograd.Function):
         kernel = _kernel(forward_source(call.step, form), "forward")
         kernel[tiles.grid](
             x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(tiles),
-            **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute], KEEP=keeps, num_warps=_WARPS,
+            call.features, **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute], KEEP=keeps, num_warps=_WARPS,
         )  # fmt: skip
         ctx.save_for_backward(x, kept, mean, var, weight, bias, *p)
         ctx.residual = None if residual is None else residual.dtype
@@ -351,8 +317,8 @@ class _Backward:
         count = call.count if self.form.norm else 1  # an int: a float would be one of 32 bits
         kernel[tiles.grid](
             x, self.dy, dx, kept, x if sums is None else sums, parts, *_or(x, *norm), *self.p,
-            *_sizes(tiles), count, tiles.tiles, **tiles.constants(compute), EPS=call.eps, ROUND=ROUND[compute],
-            num_warps=_WARPS,
+            *_sizes(tiles), call.features, count, tiles.tiles, **tiles.constants(compute), EPS=call.eps,
+            ROUND=ROUND[compute], num_warps=_WARPS,
         )  # fmt: skip
         return over_programs(parts) if reduce else parts, dx
 
@@ -379,7 +345,7 @@ def _statistics(call: _Call, form: Form, x: Tensor) -> tuple[Tensor | None, Tens
     return (mean, var) if call.over_ranks is None else _statistics_of_ranks(call, norm, mean, var)
 
 
-def _statistics_of_ranks(call: _Call, norm: _Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+def _statistics_of_ranks(call: _Call, norm: Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's statistics [steps, C] made those of all ranks, by which the running ones move."""
     assert call.over_ranks is not None
     mean, var, call.numbers = shared_statistics.merged(mean, var, call.count, call.over_ranks)

@@ -2,7 +2,8 @@
 
 A program of a kernel has a tile of R rows (samples and places) and B channels of one step in registers and goes through
 all steps. x is [T, rows, channels] in memory, channels-last, or [T, outer, channels, inner] where `inner` is not 1; a
-channel's mean and variance, and a neuron's parameters, are read once.
+channel's mean and variance, and a neuron's parameters, are read once. With samples first the steps of a sample lie
+behind each other instead, `features` numbers apart.
 
 Forward: x_t -> (x_t - mean) / sqrt(var + eps) * weight + bias -> step -> y_t (+ residual_t). Backward reads x again,
 computes the states again up to each step, and runs the step's vector-Jacobian product from the last step to the first.
@@ -35,7 +36,7 @@ _UNROLLED = 16
 class Form:
     """What a kernel is made for. `channelled[i]`: parameter i has a number for each channel; `learned` likewise those
     that want a gradient. `shared`: x is one step, the same at each. `state` is the dtype that states are rounded to
-    between steps, by Triton's name."""
+    between steps, by Triton's name. `samples_first`: x is [N, T, ...]."""
 
     steps: int
     norm: bool
@@ -47,6 +48,7 @@ class Form:
     shared: bool = False
     state: str = ""
     per_step: bool = False
+    samples_first: bool = False
 
     @property
     def chunk(self) -> int:
@@ -97,10 +99,10 @@ def written_once(
 def forward_source(step: NeuronStep, form: Form) -> str:
     """The forward kernel, named `forward`."""
     names = ["x", "residual", "y", "kept", *_NORM, *_names(step)]
-    sizes = "rows, channels, inner"
+    sizes = "rows, channels, inner, features"
     constants = _constants("EPS INNER R B CT ROUND KEEP WIDE")
     lines = [f"def forward({', '.join(names)}, {sizes}, {constants}):"]
-    lines += _indent([_FORWARD_ROW, *_tile_lines(), *_channel_lines(step, form), *_shared_x(form)])
+    lines += _indent([_FORWARD_ROW, *_tile_lines(form), *_channel_lines(step, form), *_shared_x(form)])
     lines += _indent(_forward_chunk(step, form, True))
     if form.chunks > 1:
         lines += [f"    for chunk in range(1, {form.chunks}):"]
@@ -112,14 +114,14 @@ def forward_source(step: NeuronStep, form: Form) -> str:
 def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) -> str:
     """The backward kernel, named `backward`: `write` x's gradient, `reduce`: leave sums over channels in `parts`."""
     names = ["x", "dy", "dx", "kept", "sums", "parts", *_NORM, *_names(step)]
-    sizes = "rows, channels, inner, count, tiles"
+    sizes = "rows, channels, inner, features, count, tiles"
     constants = _constants("EPS INNER R B CT ROUND WIDE")
     lines = [f"def backward({', '.join(names)}, {sizes}, {constants}):"]
     lines += _indent(["ch = tl.program_id(1) * B + tl.arange(0, B)", *_channel_lines(step, form)])
     lines += _indent(_sum_loads(form) if write and form.batch else [])
     lines += _indent([f"{name} = tl.zeros([R, B], CT)" for name in form.sums] if reduce else [])
     lines += ["    for tile in range(tiles):"]
-    body = [_BACKWARD_ROW, *_tile_lines(channel=False), *_shared_x(form)]
+    body = [_BACKWARD_ROW, *_tile_lines(form, channel=False), *_shared_x(form)]
     body += [f"ds{j} = tl.zeros([R, B], CT)" for j in range(step.states)]
     body += ["total = tl.zeros([R, B], CT)"] if form.shared and write else []
     lines += _indent(body, 2)
@@ -150,13 +152,17 @@ def _indent(lines: Iterable[str], depth: int = 1) -> list[str]:
     return ["    " * depth + line for line in lines]
 
 
-def _tile_lines(channel: bool = True) -> Iterator[str]:
+def _tile_lines(form: Form, channel: bool = True) -> Iterator[str]:
     if channel:
         yield "ch = tl.program_id(1) * B + tl.arange(0, B)"
     yield "mask = (row < rows)[:, None] & (ch < channels)[None, :]"
     yield "place = row * channels if INNER == 1 else (row // inner) * (channels * inner) + row % inner"
     yield "at = place[:, None] + (ch if INNER == 1 else ch * inner)[None, :]"
     yield "step = (rows.to(tl.int64) if WIDE else rows) * channels"
+    yield "at_kept, step_kept = at, step"
+    if form.samples_first:
+        yield f"at += at // features * features * {form.steps - 1}"
+        yield "step = tl.cast(features, tl.int64) if WIDE else features"
 
 
 def _channel_lines(step: NeuronStep, form: Form) -> Iterator[str]:
@@ -236,7 +242,7 @@ def _forward_chunk(step: NeuronStep, form: Form, first: bool) -> list[str]:
 
 
 def _place_kept(step: NeuronStep, j: int) -> str:
-    return f"kept + ((chunk - 1) * {step.states} + {j}) * step + at"
+    return f"kept + ((chunk - 1) * {step.states} + {j}) * step_kept + at_kept"
 
 
 def _keep_lines(step: NeuronStep) -> list[str]:

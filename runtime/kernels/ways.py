@@ -21,9 +21,10 @@ from torch import Tensor, fx
 from snnpart.fingerprint import short_hash
 from snnpart.frameworks import adapter_for
 from snnpart.graph import Body, output_node
+from snnpart.neuron_scan import order_of_scan
 from snnpart.ops_fused import FusedNeuron, parts, scan_input
 from snnpart.ops_norm import wide
-from snnpart.ops_time import Loop, Nested, leaf_paths
+from snnpart.ops_time import Nested, leaf_paths
 from snnpart.runtime.compiled import compiled
 from snnpart.runtime.kernels.choices import Choices
 
@@ -38,7 +39,9 @@ class Region:
         found = self._parts
         order = [node for node in target.region.nodes if node.op == "placeholder"]
         self.places = [order.index(node) for node in (found.x, found.residual) if node is not None]
-        self.leaves = [module.get_submodule(path) for path in leaf_paths(found.scan)]
+        leaves = {path: module.get_submodule(path) for path in leaf_paths(found.scan)}
+        self.leaves, self._steps = list(leaves.values()), target.steps
+        self._order = order_of_scan(found.scan, leaves)
         self._module, self._function = module, _plainly(module, target.region)
 
     def _run(self, *args: Any) -> Tensor:
@@ -57,8 +60,12 @@ class Region:
         return self._wide(self._compiled, args)
 
     def rounded(self, scan: Function, p: Sequence[Tensor], args: Sequence[Any]) -> Tensor:
-        """The region with `scan(x, *p)` in the place of its own."""
-        return self._wide(lambda *given: self._with(lambda x: scan(x, *p), given), args)
+        """The region with `scan(x, *p)`, over steps first, in the place of its own."""
+
+        def run(x: Tensor) -> Tensor:
+            return self._order.as_layer(scan(self._order.steps_first(x, self._steps), *p))
+
+        return self._wide(lambda *given: self._with(run, given), args)
 
     def _with(self, scan: Function, args: Sequence[Any]) -> Tensor:
         values, given = dict[fx.Node, Any](), iter(args)
@@ -68,7 +75,7 @@ class Region:
                 values[node] = next(given)
             elif node is self._parts.scan:
                 made = scan(values[scan_input(node)])
-                values[node] = {self._parts.result: made} if isinstance(node.target, Loop) else made
+                values[node] = made if self._parts.result is None else {self._parts.result: made}
             elif node.op != "output":
                 function = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
                 values[node] = function(*own, **keywords)

@@ -73,6 +73,11 @@ class Adapter:
         """The dim of the first input that carries T in one call; None: one step a call, or merged with the batch."""
         return None
 
+    def merged_steps(self, module: nn.Module, rows: int) -> int | None:
+        """T of a module that takes all steps with the samples merged, [N*T, ...], of `rows` such rows; None: it does
+        not."""
+        return None
+
     def is_elementwise(self, module: nn.Module) -> bool:
         """Whether every element apart from the time dim is computed from its own inputs alone (scalars shared)."""
         return False
@@ -95,6 +100,15 @@ class Adapter:
 
     def for_layout(self, module: nn.Module, multi_step: bool) -> None:
         """Put the module, a copy, into the step mode of the layout. No-op where there is only one."""
+
+    def merge_steps(self, module: nn.Module, steps: int) -> None:
+        """Tell the module, a copy for which `merged_steps` is known, how many steps each sample has from now on."""
+
+    def one_step(self, module: nn.Module) -> bool:
+        """Have the module, a copy that takes all steps in one call, take one [N, ...] and return what that gives, its
+        state kept on itself; False where it has no such form."""
+        self.for_layout(module, multi_step=False)
+        return self.time_dim(module) is None
 
     def state_names(self, module: nn.Module) -> frozenset[str]:
         """The attributes that hold state between calls; code that reads them after a call cannot be traced."""

@@ -11,6 +11,7 @@ NamedTuple on the module.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from snnpart.frameworks.adapter import REAL, SPIKE, Adapter, empty, tensors_in
 _LOOPS = (snn.SNN, snn.SNNRecurrent)
 _WITH_MATRIX = (snn.SNNRecurrentCell, snn.SNNRecurrent, LILinearCell)
 _NEURONS = (snn.SNNCell, snn.SNNRecurrentCell, LILinearCell, CobaLIFCell, *_LOOPS)
+
+_HELD = "_held_state"
+"""Where a loop keeps its state that was made to take one step."""
 
 
 class NorseAdapter(Adapter):
@@ -58,6 +62,18 @@ class NorseAdapter(Adapter):
     def time_dim(self, module: nn.Module) -> int | None:
         return 0 if isinstance(module, _LOOPS) else None
 
+    def one_step(self, module: nn.Module) -> bool:
+        layer: Any = module
+        layer.record_states, layer.forward = False, partial(_one_step, layer)
+        return True
+
+    def reset(self, module: nn.Module) -> None:
+        if isinstance(module, _LOOPS):
+            vars(module).pop(_HELD, None)
+
+    def state_names(self, module: nn.Module) -> frozenset[str]:
+        return frozenset({_HELD} & vars(module).keys())
+
     def is_elementwise(self, module: nn.Module) -> bool:
         parameters = tensors_in(getattr(module, "p", ()))
         return isinstance(module, (snn.SNNCell, snn.SNN)) and all(p.dim() == 0 for p in parameters)
@@ -80,6 +96,12 @@ class NorseAdapter(Adapter):
 
     def flops_per_element(self, module: nn.Module) -> float:
         return 12.0
+
+
+def _one_step(layer: nn.Module, x: Tensor) -> Tensor:
+    made, state = type(layer).forward(layer, x.unsqueeze(0), vars(layer).get(_HELD))
+    vars(layer)[_HELD] = state
+    return made.squeeze(0)  # type: ignore[no-any-return]
 
 
 def _grow(value: Any, probed: torch.Size, x: Tensor, lead: int) -> Any:

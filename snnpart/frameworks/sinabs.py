@@ -8,6 +8,7 @@ Thresholds and decays are parameters; spikes are float32 whatever goes in.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,24 @@ class SinabsAdapter(Adapter):
     def time_dim(self, module: nn.Module) -> int | None:
         return 1 if self.is_neuron(module) and not _squeezed(module) else None
 
+    def merged_steps(self, module: nn.Module, rows: int) -> int | None:
+        if not (self.is_neuron(module) and _squeezed(module)):
+            return None
+        layer: Any = module
+        return rows // layer.batch_size if layer.batch_size > 0 else int(layer.num_timesteps)
+
+    def merge_steps(self, module: nn.Module, steps: int) -> None:
+        layer: Any = module
+        layer.batch_size, layer.num_timesteps = -1, steps
+
+    def one_step(self, module: nn.Module) -> bool:
+        layer: Any = module
+        if _squeezed(module):
+            self.merge_steps(module, 1)
+        layer.record_states = True
+        layer.forward = partial(_one_step, layer, dim=0 if _squeezed(module) else 1)
+        return True
+
     def is_elementwise(self, module: nn.Module) -> bool:
         scalars = all(p.dim() == 0 for p in module.parameters())
         return _ours(module) and scalars and not hasattr(module, "rec_connect")
@@ -97,6 +116,14 @@ class SinabsAdapter(Adapter):
 def _ours(module: nn.Module) -> bool:
     """Whether the module is one of the framework's own layers, not a subclass of the user's."""
     return isinstance(module, StatefulLayer) and type(module).__module__.startswith("sinabs.layers")
+
+
+def _one_step(layer: Any, x: Tensor, dim: int) -> Tensor:
+    """One step. What the layer records of its states are they after it: ALIF keeps all but its current on itself."""
+    made: Tensor = type(layer).forward(layer, x if dim == 0 else x.unsqueeze(1))
+    for name, states in layer.recordings.items():
+        layer._buffers[name] = states.squeeze(1)
+    return made if dim == 0 else made.squeeze(1)
 
 
 def _squeezed(module: nn.Module) -> bool:

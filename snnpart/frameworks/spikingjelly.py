@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from spikingjelly.activation_based import base, neuron
 from spikingjelly.activation_based import layer as layers
 from torch import Tensor, nn
@@ -128,7 +130,21 @@ class SpikingJellyAdapter(Adapter):
     def flops_per_element(self, module: nn.Module) -> float:
         return _FLOPS.get(type(module).__name__, 8.0 if self.is_neuron(module) else 1.0)
 
+    def one_step(self, module: nn.Module) -> bool:
+        if not isinstance(module, getattr(neuron, "NonSpikingBaseNode", ())):
+            return super().one_step(module)
+        module.forward = partial(_one_charge, module)  # type: ignore[method-assign]
+        return module.decode is None
+
     def for_layout(self, module: nn.Module, multi_step: bool) -> None:
         mode = "m" if multi_step else "s"
         if isinstance(module, base.StepModule) and mode in module.supported_step_mode():
             module.step_mode = mode
+
+
+def _one_charge(layer: Any, x: Tensor) -> Tensor:
+    """One step of a neuron that does not spike, which sets its membrane to zero before all of them."""
+    if "v" not in vars(layer):
+        layer.v = torch.zeros_like(x)
+    layer.neuronal_charge(x)
+    return layer.v  # type: ignore[no-any-return]

@@ -355,17 +355,12 @@ def test_a_surrogate_of_snntorch_that_draws_stays(still: bool) -> None:
     assert text.print_fx(found.stages[0, 0].graph) == text.print_fx(plain.stages[0, 0].graph)
 
 
-@pytest.mark.parametrize("name", ["LIFCell", "LICell", "LIFAdExCell", "LIFBoxCell"])
+@pytest.mark.parametrize(
+    "name",
+    ["LIFCell", "LICell", "LIFAdExCell", "LIFBoxCell", "IAFCell", "LSNNCell", "LIFRefracCell", "LIFExCell"],
+)
 def test_cells_of_norse_are_fused(name: str) -> None:
+    """Some make their first state by `torch.full(shape, parameter)`."""
     norse = pytest.importorskip("norse.torch")
-    assert len(fused_in(compiled(Steps(getattr(norse, name)())))) == 1
-
-
-@pytest.mark.parametrize("name", ["IAFCell", "LSNNCell", "LIFRefracCell", "LIFExCell"])
-def test_cells_of_norse_whose_first_step_needs_a_number_are_compiled(name: str) -> None:
-    """They make their first state by `torch.full(shape, parameter)`."""
-    norse = pytest.importorskip("norse.torch")
-    program = compiled(Steps(getattr(norse, name)()))
-    (node,) = fused_in(program)
-    assert node.target.way == "compiled"  # type: ignore[union-attr]
-    assert "is compiled, not generated: its step cannot be recorded" in program.notices[0]
+    (node,) = fused_in(compiled(Steps(getattr(norse, name)())))
+    assert node.target.way == "kernel"  # type: ignore[union-attr]

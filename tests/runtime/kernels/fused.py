@@ -104,7 +104,8 @@ class Written(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its number of steps, the mode, the dtype it is exact in (snnTorch, Norse: float32), samples."""
+    """A network, its number of steps, the mode, the dtype it is exact in (snnTorch, Norse, sinabs: float32), samples,
+    and which of its input's first two dims are time and samples."""
 
     make: Callable[[], nn.Module]
     steps: int = 4
@@ -112,40 +113,14 @@ class Case:
     dtype: torch.dtype = torch.float64
     fused: int = 1
     samples: int = 2
-
-
-def _multi_step(kind: Callable[..., nn.Module], given: Mapping[str, Any]) -> nn.Module:
-    made = kind(**given)
-    made.step_mode = "m"
-    return made
-
-
-def spikingjelly_neurons() -> dict[str, Callable[[], nn.Module]]:
-    from spikingjelly.activation_based import neuron, surrogate
-
-    def made(kind: str, **given: Any) -> Callable[[], nn.Module]:
-        return partial(_multi_step, getattr(neuron, f"{kind}Node"), given)
-
-    found = {
-        "IF": made("IF"),
-        "LIF": made("LIF"),
-        "LIF-detached": made("LIF", detach_reset=True, surrogate_function=surrogate.ATan()),
-        "LIF-soft": made("LIF", v_reset=None, tau=1.5, decay_input=False),
-        "PLIF": made("ParametricLIF"),
-        "QIF": made("QIF"),
-        "EIF": made("EIF"),
-        "Izhikevich": made("Izhikevich"),
-        "KLIF": made("KLIF"),
-    }
-    found |= {
-        name: made(name) for name in ("ILIF", "TernaryIF", "TernaryLIF", "CUBALIF") if hasattr(neuron, f"{name}Node")
-    }
-    return found
+    layout: str = "TNCHW"
 
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
     import snntorch as snn
+
+    from tests.runtime.kernels.layers import norse_cases, sinabs_cases, spikingjelly_cases, spikingjelly_neurons
 
     found = {name: Case(partial(_block, make)) for name, make in spikingjelly_neurons().items()}
     lif = spikingjelly_neurons()["LIF-detached"]
@@ -175,12 +150,8 @@ def cases() -> dict[str, Case]:
     }
     found |= {name: Case(networks()[name]) for name in WRITTEN}
     found |= {f"one sample, {name}": replace(found[name], samples=1) for name in SHARED}
-    if importlib.util.find_spec("norse"):
-        import norse.torch as norse
-
-        fast = norse.LIFParameters(tau_mem_inv=torch.tensor(600.0))
-        found["Norse LIF"] = Case(lambda: Steps(norse.LIFCell(fast)), dtype=torch.float32)
-    return found
+    found |= spikingjelly_cases() | sinabs_cases()
+    return found | norse_cases() if importlib.util.find_spec("norse") else found
 
 
 WRITTEN = ("leaky from zeros, all steps", "learned from a number, each step", "integrating from one zero, all steps",
@@ -188,9 +159,11 @@ WRITTEN = ("leaky from zeros, all steps", "learned from a number, each step", "i
 SHARED = ("LIF-detached", "still", "each step's statistics")
 """Cases that are also run with one sample, and by two ranks, which share BatchNorm's statistics."""
 ONE_SAMPLE = tuple(f"one sample, {name}" for name in SHARED)
-BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", *ONE_SAMPLE)
+BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", "sinabs LIF", "sinabs long",
+                *ONE_SAMPLE)  # fmt: skip
 SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "columns", "Synaptic",
-         "each step's statistics", *WRITTEN[:2], *ONE_SAMPLE)  # fmt: skip
+         "each step's statistics", "Norse layer LIF", "sinabs LIF", "sinabs rows by samples", *WRITTEN[:2],
+         *ONE_SAMPLE)  # fmt: skip
 """What the default tests run; the rest belongs to the long matrix."""
 
 
@@ -216,6 +189,7 @@ class _Program:
     compiled: CompiledProgram
     training: bool
     device: torch.device
+    samples_dim: int = 1
 
     @property
     def graph(self) -> fx.Graph:
@@ -240,16 +214,16 @@ class _Program:
             for part in body.get_submodule(path).modules():
                 frameworks.adapter_for(part).reset(part)
         sized = any(node.op == "placeholder" and node.target == "batch_size" for node in self.graph.nodes)
-        found: Tensor = body.bind(self.graph)(x, *([x.shape[1]] if sized else []))[0]
+        found: Tensor = body.bind(self.graph)(x, *([x.shape[self.samples_dim]] if sized else []))[0]
         return found
 
 
 def _compiled(case: Case, x: Tensor, dtype: torch.dtype, **given: Any) -> _Program:
     torch.manual_seed(0)
     model = case.make().to(dtype).train(case.training)
-    options = Options(input_layout="TNCHW", verify="off", **{"fuse": True, **given})
+    options = Options(input_layout=case.layout, verify="off", **{"fuse": True, **given})
     compiled, _ = compile_program(model, x.cpu().to(dtype), options, training=case.training)
-    return _Program(compiled, case.training, x.device)
+    return _Program(compiled, case.training, x.device, case.layout.index("N"))
 
 
 def both(
@@ -286,7 +260,7 @@ def both(
 
 def _kept(body: Body) -> Iterator[tuple[str, Tensor]]:
     """Buffers that are not a neuron's state."""
-    state = {"mem", "spk", "syn", "syn_exc", "syn_inh"}
+    state = {"mem", "spk", "syn", "syn_exc", "syn_inh", "v_mem", "i_syn", "b", "spike_threshold"}
     yield from ((n, b.detach()) for n, b in body.named_buffers() if n.rpartition(".")[2] not in state)
 
 
@@ -350,15 +324,18 @@ def _error(a: Tensor | None, b: Tensor | None) -> float:
 
 def example(case: Case, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    return (torch.rand((case.steps, case.samples, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
+    first = [{"T": case.steps, "N": case.samples}[letter] for letter in case.layout[:2]]
+    return (torch.rand((*first, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
 
 
 def report(name: str, case: Case, channels_last: bool, x: Tensor | None = None) -> Mapping[str, Any]:
     """How far the kernels are from the separate operations on x, by default the example."""
     x = example(case) if x is None else x
     wanted, found, fused = both(case, x, dtype=case.dtype, channels_last=channels_last)
-    silent = [key for key, grad in wanted[1].items() if grad is None]
-    spikes = wanted[0] - x if getattr(case.make(), "residual", False) else wanted[0]
+    model = case.make()
+    frozen = {key for key, value in model.named_parameters() if not value.requires_grad}
+    silent = [key for key, grad in wanted[1].items() if grad is None and key not in frozen]
+    spikes = wanted[0] - x if getattr(model, "residual", False) else wanted[0]
     rate = float((spikes.abs() > 0.5).double().mean())
     return {
         "case": name,

@@ -17,7 +17,7 @@ from snnpart.ops_fused import FusedNeuron
 from snnpart.runtime.kernels.fused_neuron import Fused
 from tests.runtime.kernels.fused import Case, Kernels, both, cases, errors, example
 
-CASES = ("PLIF", "Izhikevich", "still", "written")
+CASES = ("PLIF", "Izhikevich", "still", "written", "sinabs LIF", "sinabs rows by samples")
 
 
 class Rounded(Body):
