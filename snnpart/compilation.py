@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -129,7 +129,7 @@ def compile_program(
     graph.kept = kept
     report = None if options.verify == "off" else gates.check_trace(model, graph, inputs, reset=options.reset)
     kernels = _kernels(graph, options, plan)
-    fused = partial(is_fused, leaves=graph.leaves) if kernels["fuse"] else None
+    fused = cache(partial(is_fused, leaves=graph.leaves)) if kernels["fuse"] else None
     records = PassManager((*_rewrites(options, plan), *analyses(profile, fused))).run(graph)
     chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
@@ -189,7 +189,7 @@ def _rewrites(options: Options, plan: Plan | None) -> list[Pass]:
 def analyses(profile: MachineProfile, fused: Callable[[fx.Node], bool] | None) -> tuple[Pass, ...]:
     """The analyses, with times for this machine; `fused` says which neurons run in fused kernels."""
     usual = tuple(AnalyzeCost(profile, fused) if isinstance(item, AnalyzeCost) else item for item in ANALYZE)
-    return (*usual, MeasuredTimes(profile)) if profile.kernels or profile.scales else usual
+    return (*usual, MeasuredTimes(profile, fused)) if profile.kernels or profile.scales else usual
 
 
 def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str, Any]:

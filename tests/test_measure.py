@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from snnpart import facts
 from snnpart.api import parallelize
@@ -62,6 +64,30 @@ def test_what_was_not_measured_is_scaled_as_its_kind() -> None:
         there, back = (10, 5) if target is torch.conv2d else (1, 1)
         assert scaled.forward_us == pytest.approx(there * usual.forward_us)
         assert scaled.backward_us == pytest.approx(back * usual.backward_us)
+
+
+def test_neurons_that_run_fused_do_not_take_the_times_of_layers() -> None:
+    """They are measured as the layers they are, in launches of their own, and run in one kernel."""
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    layer = pytest.importorskip("spikingjelly.activation_based.layer")
+    module = nn.Sequential(layer.Linear(6, 6, step_mode="m"), neuron.LIFNode(step_mode="m"))
+    given = {"example_inputs": torch.rand(8, 2, 6), "input_layout": "TNF", "verify": "off"}
+    profile = parallelize(module, profile=CPU, **given).measured_profile()
+    other = replace(profile, kernels={})  # of which scales are left
+
+    def costs(profile: MachineProfile, fuse: bool) -> dict[str, Cost]:
+        source = parallelize(module, profile=profile, fuse=fuse, **given).compiled.source
+        calls = {
+            "neuron" if n.op == "call_module" else "linear": n
+            for n in source.graph.nodes
+            if n.target in ("1", F.linear)
+        }
+        return {name: facts.need(node, Cost) for name, node in calls.items()}
+
+    for found in (costs(profile, True), costs(other, True)):
+        assert found["neuron"] == costs(CPU, True)["neuron"]
+        assert found["linear"] != costs(CPU, True)["linear"]
+    assert costs(profile, False)["neuron"] != costs(CPU, False)["neuron"]
 
 
 def test_measured_times_move_the_cut() -> None:

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import fx
 
 from snnpart import facts, ops_pool
 from snnpart.bits import packed_bytes
 from snnpart.costs import MachineProfile, default_profile
-from snnpart.facts import Cost, LeafMemory, Value, Values
+from snnpart.facts import Cost, LeafMemory, State, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
-from snnpart.ops_fused import FusedNeuron, input_place
+from snnpart.ops_fused import FusedNeuron, input_place, is_expansion, scan_input
 from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
@@ -45,7 +45,7 @@ class AnalyzeCost:
     of a node whether it is a neuron that will run in fused kernels."""
 
     name: ClassVar[str] = "analyze-cost"
-    reads: ClassVar[tuple[type, ...]] = (Value,)
+    reads: ClassVar[tuple[type, ...]] = (Value, State)
     writes: ClassVar[tuple[type, ...]] = (Cost, LeafMemory)
     tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
 
@@ -63,7 +63,7 @@ class AnalyzeCost:
                 count = _Counting(graph, weights, profile, kept)
                 cost = _loop_cost(node, node.target, count) if isinstance(node.target, Loop) else count(node)
                 fused = self.fused is not None and self.fused(node)
-                facts.put(node, _in_one_kernel(cost, node, profile) if fused else cost)
+                facts.put(node, _fused(cost, node, profile) if fused else cost)
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,37 @@ def _loop_cost(node: fx.Node, loop: Loop, count: _Counting) -> Cost:
     return Cost(**total)
 
 
-def _in_one_kernel(cost: Cost, node: fx.Node, profile: MachineProfile) -> Cost:
-    """The neuron's cost with all its steps in one kernel. Forward reads its inputs and writes its results, backward
-    reads both of the gradient and the inputs, and writes the gradient."""
-    read, written = sum(result_bytes(item) for item in node.all_input_nodes), result_bytes(node)
-    return replace(
-        cost,
-        read=read,
-        written=written,
-        forward_us=profile.kernel_us(0.0, read + written),
-        backward_us=profile.kernel_us(0.0, 2 * read + written) if cost.backward_us else 0.0,
-        launch_us=profile.launch_us,
+def _fused(cost: Cost, node: fx.Node, profile: MachineProfile) -> Cost:
+    """The cost of a neuron that is to run fused, before it is; what it saves is counted as if it were not."""
+    made = facts.need(next(iter(node.users)) if isinstance(node.target, Loop) else node, Value)
+    sequence: Any = scan_input(node)
+    x = result_bytes(sequence.args[0] if is_expansion(sequence) else sequence)
+    return replace(in_fused_kernels([cost], x, made, profile), saved=cost.saved)
+
+
+def in_fused_kernels(
+    costs: Sequence[Cost], x: float, made: Value, profile: MachineProfile, *, residual: float = 0.0, sums: bool = False
+) -> Cost:
+    """What operations of these costs take as one fused neuron, which keeps x (bytes) for backward where they keep any.
+
+    Forward reads x and the residual and writes the result; backward reads x and the result's gradient, and writes x's.
+    With `sums`, of a norm with the batch's statistics, kernels that read the same and leave sums over channels, which
+    one more adds up, run before each. Parameters are a number, or one for each channel: nothing.
+    """
+    flops, back = sum(cost.flops for cost in costs), sum(cost.backward_flops for cost in costs)
+    learns, launching = any(cost.backward_us for cost in costs), profile.launch_us * (3 if sums else 1)
+    reading, pulling = x + residual + made.bytes, 2 * x + made.bytes
+    running = profile.kernel_us(flops, reading + sums * x, made.dtype) - profile.launch_us
+    pulled = profile.kernel_us(back, pulling + sums * (x + made.bytes), made.dtype) - profile.launch_us
+    return Cost(
+        flops=flops,
+        read=x + residual,
+        written=made.bytes,
+        saved=x if any(cost.saved for cost in costs) else 0.0,
+        backward_flops=back,
+        forward_us=launching + running,
+        backward_us=launching + pulled if learns else 0.0,
+        launch_us=launching,
     )
 
 

@@ -9,7 +9,7 @@ roofline's time, scaled by what the measured operations of its kind were off by.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2s
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from torch import fx
 
 from snnpart import facts
 from snnpart.costs import MachineProfile
-from snnpart.facts import Cost, Value
+from snnpart.facts import Cost, State, Value
 from snnpart.graph import SpikeGraph
 from snnpart.ops import Surrogate
 from snnpart.ops_time import Loop
@@ -63,19 +63,21 @@ def _operation(node: fx.Node, graph: SpikeGraph) -> str:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Replaces the times in `Cost` by what the profile measured."""
+    """Replaces the times in `Cost` by what the profile measured. Layers are measured as they are: a neuron that `fused`
+    says will run in fused kernels keeps the roofline's time."""
 
     name: ClassVar[str] = "measured-times"
-    reads: ClassVar[tuple[type, ...]] = (Value, Cost)
+    reads: ClassVar[tuple[type, ...]] = (Value, State, Cost)
     writes: ClassVar[tuple[type, ...]] = (Cost,)
     tier: ClassVar[Literal["exact", "reassociates"]] = "exact"
 
     profile: MachineProfile
+    fused: Callable[[fx.Node], bool] | None = None
 
     def run(self, graph: SpikeGraph) -> None:
         for node in graph.graph.nodes:
             cost = facts.get(node, Cost)
-            if cost is not None:
+            if cost is not None and not (self.fused is not None and self.fused(node)):
                 there, back = self.profile.scales.get(kinds.kind_of(node), (1.0, 1.0))
                 scaled = (there * cost.forward_us, back * cost.backward_us)
                 forward, backward = self.profile.kernels.get(key_of(node, graph), scaled)

@@ -21,7 +21,7 @@ torch.compile makes the kernels of that one. What stays as it is, is named with 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +36,9 @@ from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
 from snnpart.neuron_scan import draws, leaf_number, order_of_scan, step_dims, step_of, steps_of
 from snnpart.neuron_step import NeuronStep, StepError
-from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, result_nodes, scan_input, splits_time
+from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, parts, result_nodes, scan_input, splits_time
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps, leaf_paths
+from snnpart.passes.analyze.cost import in_fused_kernels
 from snnpart.passes.rewrite.repeated_input import put_back, with_sequence
 from snnpart.scan_order import Order, order_of
 
@@ -324,29 +325,16 @@ def _fuse(graph: fx.Graph, chain: _Chain, profile: MachineProfile, how: FusedNeu
         fused = graph.call_function(replace(how, region=region), tuple(inputs))
     fused.meta = dict(end.meta)
     origin = facts.get(chain.scan, Origin) or Origin()
-    facts.put(fused, replace(origin, made_by=NAME), _cost(chain, inputs, end, profile))
+    facts.put(fused, replace(origin, made_by=NAME), _cost(chain, fused, profile))
     end.replace_all_uses_with(fused)
     for node in reversed(chain.nodes):
         graph.erase_node(node)
 
 
-def _cost(chain: _Chain, inputs: list[fx.Node], end: fx.Node, profile: MachineProfile) -> Cost:
-    """One kernel forward, which reads its inputs and writes its result; backward reads x and the gradient twice."""
-    read, made = sum(_bytes(inputs)), facts.need(end, Value)
+def _cost(chain: _Chain, fused: fx.Node, profile: MachineProfile) -> Cost:
+    """Counted before the chain is gone."""
+    found = parts(fused.target.region)  # type: ignore[union-attr]
     costs = [cost for node in chain.nodes if (cost := facts.get(node, Cost)) is not None]
-    flops, back = sum(cost.flops for cost in costs), sum(cost.backward_flops for cost in costs)
-    saved = facts.need(scan_input(chain.scan), Value).bytes if any(cost.saved for cost in costs) else 0
-    moved = 5.0 * made.bytes if back else 0.0
-    return Cost(
-        flops=flops,
-        read=read,
-        written=made.bytes,
-        saved=saved,
-        backward_flops=back,
-        forward_us=profile.kernel_us(flops, read + made.bytes, made.dtype),
-        backward_us=2 * profile.launch_us + profile.kernel_us(back, moved, made.dtype) if back else 0.0,
-    )
-
-
-def _bytes(nodes: list[fx.Node]) -> Iterator[float]:
-    yield from (value.bytes for node in nodes if (value := facts.get(node, Value)) is not None)
+    sums = found.norm is not None and found.norm.args[6] is not False
+    x, residual = (0.0 if item is None else float(facts.need(item, Value).bytes) for item in (found.x, found.residual))
+    return in_fused_kernels(costs, x, facts.need(fused, Value), profile, residual=residual, sums=sums)

@@ -27,7 +27,7 @@ PROFILE = MachineProfile(name="toy", flops={"float32": 1e9}, copy=1e9, launch_us
 
 
 def analysed(graph: SpikeGraph) -> SpikeGraph:
-    PassManager([*REWRITE, AnalyzeCost(PROFILE)]).run(graph)
+    PassManager([*REWRITE, AnalyzeState(), AnalyzeCost(PROFILE)]).run(graph)
     return graph
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ import torch
 from spikingjelly.activation_based import neuron, surrogate
 from torch import Tensor, fx, nn
 
-from snnpart import ops, text
+from snnpart import facts, ops, text
 from snnpart.compilation import Options, compile_program
+from snnpart.costs import CPU
 from snnpart.errors import ConfigError
+from snnpart.facts import Cost
 from snnpart.neuron_step import NeuronStep, StepError, scan_of_leaf, trace_step
 from snnpart.ops_fused import FusedNeuron, parts
+from snnpart.ops_time import Loop
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.step_code import check_code
@@ -129,6 +133,42 @@ def test_a_first_state_that_a_parameter_makes_is_named() -> None:
     program = compiled(HandWritten(NEURONS[name], BEGINS[begin]))
     assert fused_in(program) == []
     assert any("its first state is computed outside the loop" in notice for notice in program.notices)
+
+
+class Still(nn.Module):
+    """Its neuron is shown the first image at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.neuron = nn.Conv2d(5, 5, 3), lif()
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes: Tensor = self.neuron(self.conv(x[0]).unsqueeze(0).expand(4, -1, -1, -1, -1))
+        return spikes
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: Block(lif(), norm=False, residual=False), lambda: Steps(Written()), lambda: Still()],
+    ids=["layer", "loop", "one image"],
+)
+def test_a_neuron_costs_what_it_was_planned_to(model: Callable[[], nn.Module]) -> None:
+    """One kernel each way, before the pass and after it."""
+    program = compiled(model())
+    (scan,) = (n for n in program.source.graph.nodes if n.op == "call_module" or isinstance(n.target, Loop))
+    (node,) = fused_in(program)
+    planned, found = facts.need(scan, Cost), facts.need(node, Cost)
+    assert replace(planned, saved=found.saved) == found
+    assert found.launch_us == CPU.launch_us and found.flops > 0 and found.backward_us > found.forward_us
+
+
+def test_a_norm_and_an_addition_cost_a_fused_neuron_what_they_read() -> None:
+    """Statistics and the sums of backward: two kernels more each, which read what the others do."""
+    (bare,), (whole,) = (fused_in(compiled(Block(lif(), norm=has, residual=has))) for has in (False, True))
+    one, more = facts.need(bare, Cost), facts.need(whole, Cost)
+    us = lambda tensors: 1e6 * tensors * one.written / CPU.copy  # noqa: E731
+    assert (one.forward_us, one.backward_us) == pytest.approx((CPU.launch_us + us(2), CPU.launch_us + us(3)))
+    assert (more.forward_us, more.backward_us) == pytest.approx((3 * CPU.launch_us + us(4), 3 * CPU.launch_us + us(5)))
 
 
 def test_shared_statistics_are_fused_too() -> None:
