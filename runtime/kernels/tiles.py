@@ -74,10 +74,14 @@ def tiles_for(rows: int, channels: int, inner: int, size: int, total: int, *, su
 
 def folded_tiles(numel: int, channels: int, size: int, *, sums: bool) -> tuple[Tiles, int]:
     """Tiles over `numel` numbers that lie with their channels last, and how many rows of channels lie in one row of a
-    tile: as many as leave the fewest lanes idle."""
+    tile: as many as leave the fewest lanes idle. With `sums` each of them leaves a partial sum of a program's: no more
+    in all than one program adds up."""
     rows = numel // channels
-    fold = min((k for k in _FOLDS if rows % k == 0), key=lambda k: (_idle(k * channels), k))
-    return tiles_for(rows // fold, fold * channels, 1, size, numel, sums=sums), fold
+    folds = [k for k in _FOLDS if rows % k == 0]
+    found = {k: tiles_for(rows // k, k * channels, 1, size, numel, sums=sums) for k in folds}
+    fitting = [k for k in folds if not sums or k * found[k].programs <= _ADDED]
+    fold = min(fitting, key=lambda k: (_idle(k * channels), k))
+    return found[fold], fold
 
 
 def columns_for(programs: int) -> int:

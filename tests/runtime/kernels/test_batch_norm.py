@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -30,7 +31,17 @@ def test_few_channels_fill_the_lanes_with_several_rows(channels: int, fold: int)
     tiles, found = folded_tiles(4096 * channels, channels, 1024, sums=True)
     assert found == fold and (tiles.rows, tiles.channels) == (4096 // fold, channels * fold)
     assert folded_tiles(7 * channels, channels, 1024, sums=True)[1] == 1, "seven rows cannot be put together"
-    assert columns_for(tiles.programs * fold) * tiles.programs * fold <= 2**14
+    assert columns_for(tiles.programs * fold) * tiles.programs * fold <= 2**13
+
+
+@pytest.mark.parametrize("rows", [2**20, 2**22 + 16, 2**24])
+@pytest.mark.parametrize("channels", [1, 2, 3, 5, 12, 24, 48, 96])
+def test_partial_sums_of_many_rows_fit_into_the_registers_of_one_program(channels: int, rows: int) -> None:
+    """Several rows in one leave as many sums a program: with one channel there were 32768, four times what fits."""
+    tiles, fold = folded_tiles(rows * channels, channels, 1024, sums=True)
+    parts = tiles.programs * fold
+    assert columns_for(parts) * 2 ** (parts - 1).bit_length() <= 2**13
+    assert math.prod(tiles.grid) >= 256 and fold > 1
 
 
 def test_on_a_cpu_it_is_torch_s_own() -> None:
