@@ -97,8 +97,7 @@ class _Regions:
     def enter(self, convolution: fx.Node) -> None:
         """What the convolution over images reads and gives lies so."""
         source: Any = convolution.args[0]
-        if self.places.get(source) != 2:
-            convolution.replace_input_with(source, self._conversion(source, convolution))
+        convolution.replace_input_with(source, self._lying(source, convolution))
         self.places[convolution] = 2
 
     def enter_sequence(self, node: fx.Node) -> None:
@@ -114,23 +113,24 @@ class _Regions:
         self.enter(image)
         self.see(flat, _kept(flat, self.places))
 
-    def _conversion(self, source: fx.Node, at: fx.Node) -> fx.Node:
-        """The value [N, C, H, W] with its channels last. What is gathered is converted piece by piece, before it is."""
-        gathered = _gathered(source)
-        if source not in self.converted and gathered is not None:
-            given: Any = gathered.args[0]
-            gathered.replace_input_with(given, self._converted(given, gathered))
-            self.see(gathered, len(facts.need(gathered, Value).shape) - 2)
-            self.converted[source], self.places[source] = source, 2
-        if source not in self.converted:
-            self.converted[source] = self._converted(source, at)
-        return self.converted[source]
-
-    def _converted(self, source: fx.Node, at: fx.Node) -> fx.Node:
+    def _lying(self, source: fx.Node, at: fx.Node) -> fx.Node:
+        """The value [N, C, ...] with its channels last, before `at`: one conversion for all that read it so. What is
+        gathered is converted piece by piece, before it is, and an image of a sequence as that."""
         value = facts.need(source, Value)
-        made = _made(self.graph, at, ops_layout.channels_last, (source,), value, source, self._copy(value))
-        self.places[made] = len(value.shape) - 2
-        return made
+        if self.places.get(source) == len(value.shape) - 2:
+            return source
+        if source in self.raised.values() or _only_gathered(source):
+            given: Any = source.args[0]
+            source.replace_input_with(given, self._lying(given, source))
+            self.see(source, len(value.shape) - 2)
+            return source
+        if source not in self.converted:
+            copy = self._copy(value)
+            self.converted[source] = _made(self.graph, at, ops_layout.channels_last, (source,), value, source, copy)
+            self.places[self.converted[source]] = len(value.shape) - 2
+        elif at < self.converted[source]:
+            at.prepend(self.converted[source])
+        return self.converted[source]
 
     def _copy(self, value: Value) -> Cost:
         """Of a copy of the value, and of its gradient."""
@@ -160,11 +160,9 @@ def _made(
     return made
 
 
-def _gathered(source: fx.Node) -> fx.Node | None:
-    """The gather of channels whose result this image alone is, or is as a sequence."""
-    node: Any = source.args[0] if source.target is torch.unsqueeze and source.args[1] == 2 else source
-    alone = node.target is ops.all_gather and node.args[2] == 1 and len(node.users) == 1
-    return node if alone and (node is source or len(source.users) == 1) else None
+def _only_gathered(source: fx.Node) -> bool:
+    """Whether it is a gather of channels that has one reader, which wants them last."""
+    return source.target is ops.all_gather and len(source.users) == 1 and bool(source.args[2] == 1)
 
 
 def _raised(value: Value) -> Value:

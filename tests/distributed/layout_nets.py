@@ -47,7 +47,23 @@ class Heads(nn.Module):
         return self.head(torch.tanh(self.point(y)).mean(2))  # type: ignore[no-any-return]
 
 
-NETS: dict[str, type[nn.Module]] = {"masked": Masked, "grouped": Grouped, "heads": Heads}
+class Branches(nn.Module):
+    """What a convolution by groups reads on each rank, another one reads gathered; over sequences, and then images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv1d(3, 8, 1), nn.Linear(8, 4)
+        self.point, self.apart = nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3, padding=1, groups=8)
+        self.full, self.depth = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cumsum(torch.tanh(self.first(x.flatten(2))), 2)
+        y = (self.apart(y) + self.point(y)).unflatten(2, (6, 6))
+        y = torch.cumsum(torch.tanh(y), 2)
+        return self.head(torch.tanh(self.full(y) + self.depth(y)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+NETS: dict[str, type[nn.Module]] = {"masked": Masked, "grouped": Grouped, "heads": Heads, "branches": Branches}
 
 
 def made(name: str) -> nn.Module:

@@ -12,6 +12,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.reference import assert_same
 
 COLUMNS = {"first": "column", "second": "column", "head": "replicate"}
+BRANCHES = {"first": "column", "point": "column", "apart": "group", "full": "column", "depth": "group"}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("masked", 2, {"tp": 2, "shard": COLUMNS}),
     ("masked", 3, {"tp": 3, "shard": COLUMNS}),
@@ -20,6 +21,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("heads", 2, {"tp": 2, "shard": {"first": "column", "merged": "column", "point": "column"}}),
     ("heads", 3, {"tp": 3, "shard": {"first": "column", "merged": "column", "point": "column"}}),
     ("heads", 4, {"tp": 2, "pp": 2, "shard": {"merged": "column", "point": "column"}, "microbatches": 2}),
+    ("branches", 2, {"tp": 2, "shard": BRANCHES}),
     ("grouped", 4, {"tp": 4}),
     ("grouped", 4, {"tp": 2, "dp": "fsdp2"}),
 ]

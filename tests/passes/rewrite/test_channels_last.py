@@ -199,3 +199,17 @@ def test_what_is_gathered_alone_is_laid_out_before() -> None:
         (user,) = made.users
         assert user.target is ops.all_gather and user.kwargs == {"last": 1}
         assert facts.need(made, Value).shape == (2, 4, 144)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_gathered_and_read_by_the_rank_itself_is_laid_out_once(ranks: int) -> None:
+    """Whichever comes first, over sequences and over images: the copy stands before the gather."""
+    shard = {"first": "column", "point": "column", "apart": "group", "full": "column", "depth": "group"}
+    program, report = compile_program(made("branches"), images(), Options(channels_last=True, tp=ranks, shard=shard))
+    assert report is not None
+    for rank in range(ranks):
+        graph = program.stages[0, rank].graph
+        of_input, *both = conversions(graph)
+        assert [node.args[0].target for node in both] == [torch.cumsum] * 2  # type: ignore[union-attr]
+        for node in both:
+            assert len(node.users) == 2 and any(user.target is ops.all_gather for user in node.users)
