@@ -46,7 +46,8 @@ class Signatures:
         self._carrying: OrderedDict[tuple[Signature, bool], Bound] = OrderedDict()
         self.notices: list[str] = []
         plan = compiled.plan
-        self._planned = -(-self._source.batch // plan.microbatches) if plan.tp * plan.pp > 1 else None
+        self._planned = -(-plan.samples // plan.microbatches) if plan.tp * plan.pp > 1 else 0
+        self._compared = False
 
     def bound(self, inputs: Any, tensors: Sequence[Tensor], training: bool) -> Bound:
         """The graphs of this rank's stages for one microbatch.
@@ -66,13 +67,15 @@ class Signatures:
         return self._of_signature((*key[:2], batch), inputs, tensors, training, f": {why}") if why else found
 
     def _compare_with_plan(self, batch: int) -> None:
-        """Say once that decisions were made for far fewer samples: then messages and launches counted for more."""
-        if self._planned is not None and batch > FAR_MORE * self._planned:
+        """Say once that decisions were made for far fewer samples: then messages and launches counted for more. Nothing
+        is known of a plan that does not say for how many."""
+        if self._planned and batch > FAR_MORE * self._planned and not self._compared:
             self._note(
                 f"the plan was made for {self._planned} samples at a time, and {batch} come: give parallelize an "
-                "example_inputs= of the size of the batches, for which layers are shared and stages cut otherwise"
+                "example_inputs= of the size of the batches, and no plan= made for fewer: layers are then shared and "
+                "stages cut otherwise"
             )
-            self._planned = None
+            self._compared = True
 
     def _of_signature(
         self, key: Signature, inputs: Any, tensors: Sequence[Tensor], training: bool, why: str = ""
@@ -92,6 +95,7 @@ class Signatures:
         """The graphs that take the hand-written state (none: they start from reset) and return it with the outputs."""
         signature = self._key([(tuple(x.shape), x.dtype) for x in tensors], training)
         key, batch = (signature, bool(states)), batch_size(tensors, self._source.inputs)
+        self._compare_with_plan(batch)
         if key in self._carrying and _network(self._carrying[key]).misfit(batch):
             key = ((*signature[:2], batch), bool(states))
         if key not in self._carrying:

@@ -151,7 +151,8 @@ def compile_program(
         **sharding(options.shard),
     )
     folded = _fold(graph, options, decided, plan, profile)
-    decided = replace(decided, **kernels, **_numbers(options, plan), fold=folded)
+    samples = graph.batch if plan is None else plan.samples
+    decided = replace(decided, **kernels, **_numbers(options, plan), fold=folded, samples=samples)
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)

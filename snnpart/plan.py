@@ -15,6 +15,7 @@ Decisions are keyed by the user's names, never by node names, so that one plan f
 - `numerics`: whether evaluations fold BatchNorm into the layers before it ("fold") or not ("exact").
 - `saved`: whether spikes that layers keep for backward are kept as bits ("packed") or as they are ("plain").
 - `fold`: steps of a folded time loop that are computed at a time (0: all of them).
+- `samples`: of the example batch by which all this was decided (0: not said).
 - `tied`: parameters that several stages may hold a copy of, which sum its gradients after each step, and buffers and
   constants that they only read.
 - `stages`: module path -> pipeline stage. Covers every module that owns a parameter, buffer or state, and every module
@@ -65,6 +66,7 @@ class Plan:
     reshard: bool = False
     numerics: str = "exact"
     saved: str = "plain"
+    samples: int = 0
     tied: tuple[str, ...] = ()
     shards: dict[str, str] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class Plan:
         for name in ("tp", "pp", "microbatches"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
-        for name in ("stages_per_rank", "memory", "fold"):
+        for name in ("stages_per_rank", "memory", "fold", "samples"):
             if not _is_count(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a positive integer")
         if self.batchnorm not in BATCHNORM:

@@ -251,11 +251,11 @@ def compared_batch_sizes(folder: str) -> dict[str, Any]:
     return {"losses": losses, "outputs": outputs, "notices": notices, "refusal": refusal}
 
 
-def far_more_samples(tp: int, microbatches: int) -> list[tuple[str, ...]]:
+def far_more_samples(tp: int, microbatches: int, example: int = 4, **options: Any) -> list[tuple[str, ...]]:
     """The notices after evaluations of more and more samples than the example has."""
     how: dict[str, Any] = {"tp": 2} if tp == 2 else {"pp": 2}
-    program = parallelize(fill(Larger()), microbatches=microbatches, example_inputs=det(4, 4), verify="off", **how)
-    running, found = program.launch(), list[tuple[str, ...]]()
+    given = {"example_inputs": det(example, 4), "microbatches": microbatches, "verify": "off", **how, **options}
+    running, found = parallelize(fill(Larger()), **given).launch(), list[tuple[str, ...]]()
     for samples in (4, 32, 33, 64, 128):
         running.eval_step(det(samples, 4))
         found.append(tuple(running.notices))

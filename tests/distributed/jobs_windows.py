@@ -122,6 +122,17 @@ def train(net: str, masked: bool = False, mode: str = "s", **options: Any) -> di
     return result
 
 
+def far_more_samples() -> list[list[str]]:
+    """The notices after evaluations of sequences of more and more samples."""
+    running, found = started("plain", state="carry", tp=2), []
+    for samples in (SAMPLES, 8 * SAMPLES, 9 * SAMPLES, 16 * SAMPLES):
+        running.reset()
+        running.eval_step(det(STEPS, samples, 4))
+        found.append([text for text in running.notices if "the plan was made for" in text])
+    running.close()
+    return found
+
+
 def errors() -> dict[str, str]:
     """What is refused on every rank although one rank alone has the problem; a step still works afterwards."""
     running = started("plain", state="carry")

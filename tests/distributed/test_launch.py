@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from snnpart.api import parallelize
 from snnpart.errors import ConfigError
 from snnpart.runtime.launch import launch
 from tests.distributed.cases import Aux, det, fill, mlp, reset
@@ -174,6 +176,16 @@ def test_a_plan_for_far_fewer_samples_is_said_to_be_one(pool: Pool, tp: int, mic
         assert found[:2] == [(), ()] and found[2] == found[3] == found[4]
         (notice,) = found[2]
         assert f"made for {4 // microbatches} samples at a time" in notice and "example_inputs=" in notice
+
+
+@pytest.mark.parametrize("samples", [0, 4, 64])
+def test_a_given_plan_is_compared_with_what_it_was_made_for(pool: Pool, samples: int) -> None:
+    """Not with the example beside it; a plan that does not say gives no notice."""
+    how: dict[str, Any] = {"tp": 2, "example_inputs": det(4, 4), "verify": "off"}
+    plan = replace(parallelize(fill(Larger()), **how).plan, samples=samples)
+    assert parallelize(fill(Larger()), plan=plan, **how).plan.samples == samples
+    for found in pool.run(JOBS + "far_more_samples", ranks=2, tp=2, microbatches=1, example=2, plan=plan):
+        assert len(found[-1]) == (samples == 4)
 
 
 def test_a_batch_size_at_which_a_comparison_comes_out_otherwise(pool: Pool, tmp_path: Path) -> None:

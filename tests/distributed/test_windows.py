@@ -226,6 +226,13 @@ def test_windows_that_cannot_be_cut() -> None:
         parallelize(model, example_inputs=x, time_steps=6, detach_every=0)
 
 
+def test_a_plan_for_far_fewer_sequences_is_said_to_be_one(pool: Pool) -> None:
+    for found in pool.run("tests.distributed.jobs_windows:far_more_samples", ranks=2):
+        assert found[:2] == [[], []] and found[2] == found[3]
+        (notice,) = found[2]
+        assert f"made for {SAMPLES} samples at a time, and {9 * SAMPLES} come" in notice
+
+
 def test_one_image_in_windows() -> None:
     """A static input is given to every window; evaluation puts the windows together."""
     model, x, y = NETS["plain"](), det(SAMPLES, 4) * 2, torch.arange(SAMPLES) % 3
