@@ -87,7 +87,9 @@ class StageModule(Body):
     """Whether states are rounded as `neuron_dtype` says: not while the program is compared with the user's module."""
 
     def bound(self, target: Any) -> Any:
-        """Fused neurons, norms, poolings that keep codes and the packing of bits run as kernels on a GPU."""
+        """Fused neurons, norms, poolings that keep codes, changes of layout, products of stacks of matrices and the
+        packing of bits run as kernels on a GPU. What torch.compile can look into (norms, layouts, products) is its own
+        there."""
         if isinstance(target, PackedInput):
             return replace(target, pack=kernel_bits.pack, unpack=kernel_bits.unpack)
         if self.compiles:  # torch.compile looks into what is not ours

@@ -1,4 +1,5 @@
-"""Operations that say how a value is to lie in memory; in plain torch, for CPUs (`runtime.kernels.layout` on GPUs)."""
+"""What the channels-last pass writes into graphs: how a value is to lie in memory, and products that take it as it
+lies. In plain torch, for CPUs (`runtime.kernels.layout` on GPUs)."""
 
 from __future__ import annotations
 

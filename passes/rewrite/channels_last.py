@@ -156,7 +156,9 @@ def _made(
     made.meta = dict(like.meta)
     origin = facts.get(at, Origin) or Origin()
     facts.put(made, Origin(origin.module, origin.file, origin.line, NAME))
-    facts.put(made, value, *filter(None, (cost,)))
+    facts.put(made, value)
+    if cost is not None:
+        facts.put(made, cost)
     return made
 
 
