@@ -36,6 +36,9 @@ STEPS_APART = 16
 _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
 
 
+CHUNK = 8
+"""Steps that stand in a kernel's text one after the other."""
+_UNROLLED = 16
 WAYS = ("kernel", "compiled", "measured")
 
 
@@ -117,6 +120,26 @@ def input_place(target: FusedNeuron) -> int:
     """Which of the values that a fused neuron is called with is x, the one that it keeps for backward."""
     places = [node for node in target.region.nodes if node.op == "placeholder"]
     return places.index(parts(target.region).x)
+
+
+def chunk_of(steps: int) -> int:
+    """How many of a neuron's steps a kernel computes before it keeps the states: `CHUNK` or fewer that divide them, or
+    all where that would be few."""
+    if steps <= CHUNK:
+        return steps
+    best = max(k for k in range(1, CHUNK + 1) if steps % k == 0)
+    return steps if best < 4 and steps <= _UNROLLED else best
+
+
+def kept_states(target: FusedNeuron, made: Value) -> float:
+    """Bytes of the states that the kernel of a node with this result keeps for backward."""
+    norm = parts(target.region).norm
+    if target.recorded is None or target.way == "compiled" or (norm is not None and norm.target is batch_norm_steps):
+        return 0.0
+    chunks = target.steps // chunk_of(target.steps)
+    computed = torch.float64 if made.dtype is torch.float64 else torch.float32
+    dtype = computed if target.state == "float32" else getattr(torch, target.state)
+    return (chunks - 1) * target.recorded.states * made.numel / target.steps * float(dtype.itemsize)
 
 
 def scan_input(scan: fx.Node) -> fx.Node:

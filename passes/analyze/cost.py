@@ -25,7 +25,7 @@ from snnpart.costs import MachineProfile, default_profile
 from snnpart.facts import Cost, LeafMemory, State, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
-from snnpart.ops_fused import FusedNeuron, input_place, is_expansion, scan_input
+from snnpart.ops_fused import FusedNeuron, input_place, is_expansion, kept_states, scan_input
 from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
@@ -275,6 +275,8 @@ def own_saved(node: fx.Node, value: Value) -> float:
     if isinstance(node.target, PackedInput):
         given = value_of(node.args[0])
         return 0.0 if given is None else float(packed_bytes(given.numel, node.target.states[1]))
+    if isinstance(node.target, FusedNeuron):
+        return kept_states(node.target, value)
     if name in _SAVES_MASK:
         return float(value.numel)
     if kinds.kind_of(node) == "leaf":

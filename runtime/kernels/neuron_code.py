@@ -12,8 +12,9 @@ the gradient times the normalised x, of those of the parameters), the second tim
 That moves less memory than keeping the gradient between. Where every step has statistics of its own, the sums are each
 step's too, and all steps stand in the text.
 
-Up to `CHUNK` steps stand in the text one after the other, with the states between them in registers. Longer sequences
-run in chunks: forward keeps the states at the start of each, backward computes those inside again.
+Up to `ops_fused.CHUNK` steps stand in the text one after the other, with the states between them in registers. Longer
+sequences run in chunks: forward keeps the states at the start of each, in the dtype that they are rounded to, backward
+computes those inside again.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from typing import Concatenate, ParamSpec
 from weakref import WeakKeyDictionary
 
 from snnpart.neuron_step import NeuronStep, Pass
+from snnpart.ops_fused import chunk_of
 from snnpart.step_code import write_step
 
 P = ParamSpec("P")
-CHUNK = 8
-_UNROLLED = 16
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,7 @@ class Form:
     @property
     def chunk(self) -> int:
         """How many steps stand in the text at once."""
-        if self.steps <= CHUNK or self.per_step:
-            return self.steps
-        best = max(k for k in range(1, CHUNK + 1) if self.steps % k == 0)
-        return self.steps if best < 4 and self.steps <= _UNROLLED else best
+        return self.steps if self.per_step else chunk_of(self.steps)
 
     @property
     def chunks(self) -> int:
@@ -106,7 +103,7 @@ def forward_source(step: NeuronStep, form: Form) -> str:
     lines += _indent(_forward_chunk(step, form, True))
     if form.chunks > 1:
         lines += [f"    for chunk in range(1, {form.chunks}):"]
-        lines += _indent(_keep_lines(step), 2) + _indent(_forward_chunk(step, form, False), 2)
+        lines += _indent(_keep_lines(step, form), 2) + _indent(_forward_chunk(step, form, False), 2)
     return "\n".join(lines) + "\n"
 
 
@@ -127,7 +124,7 @@ def backward_source(step: NeuronStep, form: Form, *, write: bool, reduce: bool) 
     lines += _indent(body, 2)
     if form.chunks > 1:
         lines += [f"        for back in range({form.chunks - 1}):", f"            chunk = {form.chunks - 1} - back"]
-        lines += _indent([*_load_kept(step), *_backward_chunk(step, form, False, write, reduce)], 3)
+        lines += _indent([*_load_kept(step, form), *_backward_chunk(step, form, False, write, reduce)], 3)
     lines += _indent(_backward_chunk(step, form, True, write, reduce), 2)
     lines += _indent(_write_dx(form, "total", "x_h", "at", "") if form.shared and write else [], 2)
     return "\n".join([*lines, *_indent(_store_sums(form) if reduce else [])]) + "\n"
@@ -222,10 +219,14 @@ def _run(step: NeuronStep, form: Form, first: bool, t: int, x: str, states: list
     lines, results = write_step(_one(step, first, t).forward, given, _prefix("f", first, t))
     names = [*(f"s{t}_{j}" for j in range(step.states)), f"y{t}"]
     for name, result in zip(names, results, strict=True):
-        # by way of float32, as torch does it
-        rounded = f".to(tl.float32).to(tl.{form.state}).to(CT)" if form.state and not name.startswith("y") else ""
+        rounded = f"{_to_state(form)}.to(CT)" if not name.startswith("y") else ""
         lines.append(f"{name} = ({result}){rounded} + tl.zeros([R, B], CT)")
     return lines, names
+
+
+def _to_state(form: Form) -> str:
+    """A state's way to the dtype that it is rounded to: through float32, as torch goes."""
+    return f".to(tl.float32).to(tl.{form.state})" if form.state else ""
 
 
 def _forward_chunk(step: NeuronStep, form: Form, first: bool) -> list[str]:
@@ -245,15 +246,16 @@ def _place_kept(step: NeuronStep, j: int) -> str:
     return f"kept + ((chunk - 1) * {step.states} + {j}) * step_kept + at_kept"
 
 
-def _keep_lines(step: NeuronStep) -> list[str]:
+def _keep_lines(step: NeuronStep, form: Form) -> list[str]:
     if not step.states:
         return []
-    stores = [f"tl.store({_place_kept(step, j)}, s{j}, mask=mask)" for j in range(step.states)]
+    stores = [f"tl.store({_place_kept(step, j)}, s{j}{_to_state(form)}, mask=mask)" for j in range(step.states)]
     return ["if KEEP:", *_indent(stores)]
 
 
-def _load_kept(step: NeuronStep) -> list[str]:
-    return [f"s{j} = tl.load({_place_kept(step, j)}, mask=mask, other=0.0).to(CT)" for j in range(step.states)]
+def _load_kept(step: NeuronStep, form: Form) -> list[str]:
+    wide = ".to(tl.float32).to(CT)" if form.state else ".to(CT)"
+    return [f"s{j} = tl.load({_place_kept(step, j)}, mask=mask, other=0.0){wide}" for j in range(step.states)]
 
 
 def _backward_chunk(step: NeuronStep, form: Form, first: bool, write: bool, reduce: bool) -> list[str]:

@@ -14,6 +14,7 @@ TOPOLOGIES: list[dict[str, Any]] = [
     {"ranks": 2},
     {"ranks": 2, "dp": "fsdp2"},
     {"ranks": 2, "tp": 2},
+    {"ranks": 2, "pp": 2, "microbatches": 2},
     {"ranks": 4, "tp": 2, "pp": 2, "microbatches": 2},
 ]
 

@@ -18,10 +18,11 @@ from snnpart import facts, ops, text
 from snnpart.compilation import Options, compile_program
 from snnpart.costs import CPU
 from snnpart.errors import ConfigError
-from snnpart.facts import Cost
+from snnpart.facts import Cost, Value
 from snnpart.neuron_step import NeuronStep, StepError, scan_of_leaf, trace_step
 from snnpart.ops_fused import FusedNeuron, parts
 from snnpart.ops_time import Loop
+from snnpart.passes.analyze.cost import own_saved
 from snnpart.plan import Plan
 from snnpart.program import CompiledProgram
 from snnpart.step_code import check_code
@@ -169,6 +170,18 @@ def test_a_norm_and_an_addition_cost_a_fused_neuron_what_they_read() -> None:
     us = lambda tensors: 1e6 * tensors * one.written / CPU.copy  # noqa: E731
     assert (one.forward_us, one.backward_us) == pytest.approx((CPU.launch_us + us(2), CPU.launch_us + us(3)))
     assert (more.forward_us, more.backward_us) == pytest.approx((3 * CPU.launch_us + us(4), 3 * CPU.launch_us + us(5)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "chunks", "state", "size"),
+    [(4, 1, "fp32", 4), (8, 1, "fp32", 4), (9, 1, "bf16", 2), (16, 2, "fp32", 4), (20, 4, "bf16", 2)],
+)
+def test_memory_counts_the_states_that_are_kept(steps: int, chunks: int, state: str, size: int) -> None:
+    """x, and two states at the start of every chunk but the first."""
+    model = Steps(snntorch.Synaptic(alpha=0.8, beta=0.9, init_hidden=False), states=2)
+    (node,) = fused_in(compiled(model, steps, 2, 5, 6, 6, neuron_dtype=state))
+    value = facts.need(node, Value)
+    assert own_saved(node, value) == (chunks - 1) * 2 * value.numel / steps * size
 
 
 def test_shared_statistics_are_fused_too() -> None:

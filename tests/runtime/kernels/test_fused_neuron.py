@@ -15,6 +15,7 @@ import pytest
 from tests.runtime.kernels import expressions
 from tests.runtime.kernels.fused import SHARED, SHORT, Case, cases, plan
 from tests.runtime.kernels.rounded import CASES as ROUNDED
+from tests.runtime.kernels.rounded import KEPT
 
 triton = pytest.importorskip("triton")
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -82,3 +83,10 @@ def test_states_are_rounded_as_the_text_in_plain_torch_rounds_them() -> None:
         limit = 1e-9 if str(cases()[line["case"]].dtype) == "torch.float64" else 1e-5
         assert {key: value for key, value in line["errors"].items() if value > limit} == {}, line["case"]
         assert line["moved"] > limit and 0.01 < line["rate"] < 0.99, line["case"]
+
+
+def test_rounded_states_are_kept_in_their_dtype_bit_for_bit() -> None:
+    found = lines_of("kept", "rounded")
+    assert [(line["case"], line["state"]) for line in found] == list(KEPT)
+    for line in found:
+        assert line["same"] and f"torch.{line['state']}" in line["dtypes"], line["case"]
