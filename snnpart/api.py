@@ -61,7 +61,7 @@ def parallelize(
     neuron_dtype: str = "float32",
     numerics: str = "exact",
     saved: str = "plain",
-    channels_last: bool | None = None,
+    channels_last: bool | Literal["auto"] | None = None,
     fold: bool | int = True,
     detach_every: int | None = None,
     state: str = "reset",
@@ -106,7 +106,8 @@ def parallelize(
             steps at a time where that is cheaper on this machine, or where a number k is given (docs/time.md).
         hoist: compute what is repeated over time (a static image through the stem) once.
         fuse, channels_last: one kernel for norm, neuron and addition; images with channels last (docs/kernels.md).
-            None: both where the model is on a GPU. fuse="auto": in the way that is fastest there.
+            None: on a GPU, where the model is on one. fuse="auto": in the way that is fastest there;
+            channels_last="auto", which None is there: if that takes fewer copies.
         neuron_dtype: what fused neurons round states to from step to step: "fp32" (not), "bf16", "fp16"; see
             docs/kernels.md.
         numerics: "fold": evaluations fold BatchNorm into the convolution or linear layer before it (docs/kernels.md);

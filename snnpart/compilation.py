@@ -33,6 +33,7 @@ from snnpart.passes.decide.constraints import to_share
 from snnpart.passes.decide.microbatches import decide_microbatches
 from snnpart.passes.decide.rounds import decide_rounds, runs_in_rounds
 from snnpart.passes.lower import lower
+from snnpart.passes.lower.kernels import copies_for
 from snnpart.passes.rewrite.fold_time import FoldTime
 from snnpart.passes.rewrite.fuse_neurons import is_fused
 from snnpart.passes.rewrite.hoist_invariant import HoistInvariant
@@ -46,6 +47,7 @@ Shard = Literal["max", "time"] | Mapping[str, str]
 SHARD_OBJECTIVES = ("max", "time")
 VERIFY_LEVELS = ("off", "trace", "full")
 STATES = ("reset", "carry")
+CHANNELS_LAST = (True, False, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Options:
     neuron_dtype: str = "float32"
     numerics: str = "exact"
     saved: str = "plain"
-    channels_last: bool | None = None
+    channels_last: bool | str | None = None
     detach_every: int | None = None
     state: str = "reset"
     memory: int | None = None
@@ -91,6 +93,8 @@ class Options:
             )
         if self.state not in STATES:
             raise ConfigError(f"state={self.state!r} is not known", choices=STATES)
+        if self.channels_last not in (None, *CHANNELS_LAST):
+            raise ConfigError(f"channels_last={self.channels_last!r} is not known", choices=CHANNELS_LAST)
         if self.fsdp_reshard not in (True, False, "auto"):
             raise ConfigError(f"fsdp_reshard={self.fsdp_reshard!r} is not known", choices=(True, False, "auto"))
         for name in ("time_steps", "microbatches", "detach_every", "memory", "fsdp_units"):
@@ -153,10 +157,17 @@ def compile_program(
     folded = _fold(graph, options, decided, plan, profile)
     samples = graph.batch if plan is None else plan.samples
     decided = replace(decided, **kernels, **_numbers(options, plan), fold=folded, samples=samples)
+    last, why = _layout(graph, decided, options, plan, profile)
+    decided = replace(decided, channels_last=last)
     if cut:
         _check_cut(graph, decided)
     compiled = lower(graph, decided, profile=profile)
-    notices = (*chosen.notices, *_averaged_outputs(graph, decided.microbatches), *((NOT_COMPARED,) if blank else ()))
+    notices = (
+        *chosen.notices,
+        *why,
+        *_averaged_outputs(graph, decided.microbatches),
+        *((NOT_COMPARED,) if blank else ()),
+    )
     compiled = replace(compiled, passes=(*records, *compiled.passes), notices=(*notices, *compiled.notices))
     _check_hooks(compiled)
     simulate.dry_run(compiled)
@@ -194,12 +205,11 @@ def analyses(profile: MachineProfile, fused: Callable[[fx.Node], bool] | None) -
 
 
 def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str, Any]:
-    """What the plan says of fused neurons and memory layout, each: as asked, else as the given plan has it, else both
-    for a network on a GPU. Neurons whose state outlives a call stay layers, which hold it. Only fused ones round
+    """What the plan says of fused neurons: as asked, else as the given plan has it, else that they are for a network on
+    a GPU. Neurons whose state outlives a call stay layers, which hold it. Only fused ones round
     states: fuse=False beside a plan leaves out its rounding too."""
-    gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
     stateless = options.state == "reset" and options.detach_every is None
-    usual: bool | str = gpu if plan is None else plan.fuse
+    usual: bool | str = _on_gpu(graph) if plan is None else plan.fuse
     fuse = stateless and ((usual or _rounds(options)) if options.fuse is None else options.fuse)
     how: Options | Plan = options if plan is None or _rounds(options) or options.fuse is False else plan
     if _rounds(how) and not fuse:
@@ -207,12 +217,26 @@ def _kernels(graph: SpikeGraph, options: Options, plan: Plan | None) -> dict[str
             f"neuron_dtype={how.neuron_dtype!r} rounds the states of fused neurons, and none is fused",
             fix='leave neuron_dtype out, or have neurons fused: fuse=True, state="reset" and no detach_every',
         )
-    layout = gpu if plan is None else plan.channels_last
-    return {
-        "fuse": fuse,
-        "neuron_dtype": how.neuron_dtype,
-        "channels_last": layout if options.channels_last is None else options.channels_last,
-    }
+    return {"fuse": fuse, "neuron_dtype": how.neuron_dtype}
+
+
+def _on_gpu(graph: SpikeGraph) -> bool:
+    return any(info.tensor.is_cuda for info in graph.tensors.values())
+
+
+def _layout(
+    graph: SpikeGraph, decided: Plan, options: Options, plan: Plan | None, profile: MachineProfile
+) -> tuple[bool, tuple[str, ...]]:
+    """Whether images lie with their channels last: as asked, else as the given plan has it, else, on a GPU, what takes
+    less time; and a notice where convolutions keep the usual order for that."""
+    if isinstance(options.channels_last, bool):
+        return options.channels_last, ()
+    if plan is not None or not (options.channels_last or _on_gpu(graph)):
+        return plan is not None and plan.channels_last, ()
+    found = copies_for(graph, decided, profile)
+    why = f"copies take {found.last:.0f} us with channels last, and {found.usual:.0f} us inside convolutions without"
+    kept = (f"images lie in the usual order: {why}",) if 0 < found.usual <= found.last else ()
+    return found.last < found.usual, kept
 
 
 def _rounds(how: Options | Plan) -> bool:
@@ -236,8 +260,9 @@ def _fold(graph: SpikeGraph, options: Options, decided: Plan, plan: Plan | None,
         wanted = plan.fold if plan.fold and options.fold is True else options.fold
         fits = isinstance(wanted, bool) or runs_in_rounds(graph, profile, decided)
         options = replace(options, fold=wanted if fits else True)
-    on_gpu = any(info.tensor.is_cuda for info in graph.tensors.values())
-    together, why = decide_rounds(graph, replace(profile, cache=0.0) if on_gpu else profile, options.fold, decided)
+    together, why = decide_rounds(
+        graph, replace(profile, cache=0.0) if _on_gpu(graph) else profile, options.fold, decided
+    )
     if why:
         graph.notes[FoldTime.name] = "\n".join(filter(None, (graph.notes.get(FoldTime.name, ""), why)))
     return together

@@ -41,7 +41,7 @@ def profile(
     device = usable_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     low = DTYPES.get(precision)
     machine = agreed_machine(default_profile(), device, low or torch.float32)
-    kernels = {"fuse": True, "channels_last": True} if device.type == "cuda" and options.get("plan") is None else {}
+    kernels = {"fuse": True, "channels_last": "auto"} if device.type == "cuda" and options.get("plan") is None else {}
     given = {**kernels, **options}
     compiled = parallelize(model, example_inputs=inputs, verify="off", profile=machine, **given).compiled
     least = partial(roofline, compiled, machine, compiled.source.batch, low)

@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from torch import fx
 
 from snnpart.costs import MachineProfile
-from snnpart.graph import LeafInfo, copied
-from snnpart.passes.rewrite.channels_last import channels_last
+from snnpart.graph import LeafInfo, SpikeGraph, copied
+from snnpart.passes.rewrite.channels_last import Copies, channels_last, copies_of
 from snnpart.passes.rewrite.fold_norms import fold_norms
 from snnpart.passes.rewrite.fuse_neurons import fuse_neurons
 from snnpart.passes.rewrite.pack_saved import pack_saved
 from snnpart.passes.rewrite.pool_codes import pool_codes
 from snnpart.plan import Plan
+
+
+def copies_for(graph: SpikeGraph, plan: Plan, profile: MachineProfile) -> Copies:
+    """What changes of layout take with and without channels last in a network that is planned so, on one rank."""
+    own = graph.copy()
+    if plan.fuse:
+        fuse_neurons(own.graph, own.leaves, profile)
+    return copies_of(own.graph, profile)
 
 
 @dataclass

@@ -13,6 +13,9 @@ Weights of convolutions over images are kept in the same order (`TensorSlice.cha
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +29,7 @@ from snnpart.costs import MachineProfile
 from snnpart.facts import Cost, Origin, Value
 from snnpart.ops import Surrogate
 from snnpart.ops_fused import FusedNeuron, splits_time
-from snnpart.passes.analyze.kinds import kind_of
+from snnpart.passes.analyze.kinds import VIEWS, kind_of, name_of
 
 NAME = "channels-last"
 _CONVOLUTIONS = (torch.conv2d, F.conv2d, torch.conv_transpose2d, F.conv_transpose2d)
@@ -45,21 +48,67 @@ def channels_last(graphs: Sequence[fx.Graph], profile: MachineProfile) -> frozen
     alike = len({len(graph.nodes) for graph in graphs}) == 1  # there are graphs, and they have the same nodes
     if not alike or any(node.target is ops.vacant for graph in graphs for node in graph.nodes):
         return frozenset()
-    weights, decided = _laid_out(graphs[0], profile)
+    weights, decided = _laid_out(_Regions(graphs[0], profile))
     for graph in graphs[1:]:
-        _laid_out(graph, profile, decided)
+        _laid_out(_Regions(graph, profile), decided)
     return weights
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Microseconds of a training step in which layouts are changed: inside convolutions of images that lie in the usual
+    order, and with channels last."""
+
+    usual: float
+    last: float
+
+
+def copies_of(graph: fx.Graph, profile: MachineProfile) -> Copies:
+    """What changes of layout take in a graph of one's own, which this puts into channels-last.
+
+    In the usual order a convolution converts what it reads and what it gives, and both gradients. With channels last
+    there are the conversions at the entries of regions, and copies where a view merges channels with what is beside
+    them or heads are multiplied.
+    """
+    convolutions = [n for n in graph.nodes if _convolves(n, _CONVOLUTIONS, 4) or _convolves(n, _OVER_SEQUENCES, 3)]
+    regions = _Regions(graph, profile)
+    usual = sum(regions.copy(item).us for node in convolutions for item in (node.args[0], node))
+    _laid_out(regions)
+    entries = sum(facts.need(node, Cost).us for node in graph.nodes if node.target is ops_layout.channels_last)
+    left = sum(regions.copy(item).us for node in graph.nodes for item in _copied(node, regions.places))
+    return Copies(usual, entries + left)
+
+
+def _copied(node: fx.Node, places: dict[fx.Node, int]) -> list[fx.Node]:
+    """What the operation copies because it lies with its channels last."""
+    if node.target is ops_layout.matmul:
+        return [item for item in node.all_input_nodes if _origin(item, places) in places]
+    source: Any = node.args[0] if node.args else None
+    value = facts.get(node, Value)
+    if kind_of(node) != "view" or value is None or source not in places or node in places:
+        return []
+    given = facts.need(source, Value).shape
+    channel = len(given) - 1 - places[source]
+    kept = set(itertools.accumulate(value.shape, operator.mul, initial=1))
+    stays = {math.prod(given[:channel]), math.prod(given[: channel + 1])} <= kept
+    return [] if stays or node.target not in (torch.reshape, torch.flatten) else [source]
+
+
+def _origin(node: fx.Node, places: dict[fx.Node, int]) -> fx.Node:
+    """The value that lies with its channels last and that this one is a view of, else the first that is no view."""
+    while node not in places and name_of(node) in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 Decided = list["int | None"]
 """For each node of a graph, in order, how many dims its result has behind its channels, if it lies with them last."""
 
 
-def _laid_out(graph: fx.Graph, profile: MachineProfile, like: Decided | None = None) -> tuple[frozenset[str], Decided]:
+def _laid_out(regions: _Regions, like: Decided | None = None) -> tuple[frozenset[str], Decided]:
     """One graph, as its own sizes say or as was decided for another rank's."""
-    regions = _Regions(graph, profile)
     weights: set[str] = set()
-    order = list(graph.nodes)
+    order = list(regions.graph.nodes)
     decided: Decided = []
     for place, node in enumerate(order):
         if _convolves(node, _OVER_SEQUENCES, 3):
@@ -125,15 +174,16 @@ class _Regions:
             self.see(source, len(value.shape) - 2)
             return source
         if source not in self.converted:
-            copy = self._copy(value)
+            copy = self.copy(source)
             self.converted[source] = _made(self.graph, at, ops_layout.channels_last, (source,), value, source, copy)
             self.places[self.converted[source]] = len(value.shape) - 2
         elif at < self.converted[source]:
             at.prepend(self.converted[source])
         return self.converted[source]
 
-    def _copy(self, value: Value) -> Cost:
+    def copy(self, source: fx.Node) -> Cost:
         """Of a copy of the value, and of its gradient."""
+        value = facts.need(source, Value)
         us, launch = self.profile.kernel_us(0.0, 2.0 * value.bytes), self.profile.launch_us
         back = us if value.requires_grad else 0.0
         return Cost(read=value.bytes, written=value.bytes, forward_us=us, backward_us=back, launch_us=launch)

@@ -143,7 +143,7 @@ def compile_options(config: RunConfig, sample: Tensor) -> dict[str, Any]:
         "verify": config.verify,
         "memory": config.memory,
         "fuse": kernels,
-        "channels_last": kernels,
+        "channels_last": "auto" if kernels else kernels,
     }
 
 

@@ -35,7 +35,7 @@ def test_a_given_plan_says_what_is_fused(tmp_path: Path, monkeypatch: pytest.Mon
     for plan in (None, given):
         options = compile_options(vision.TrainingConfig(model="tests.nets:Net", plan=plan), torch.zeros(1, 8, 8))
         found[plan is None] = (options["fuse"], options["channels_last"])
-    assert found == {True: (True, True), False: (None, None)}
+    assert found == {True: (True, "auto"), False: (None, None)}
 
 
 def test_a_given_plan_says_the_schedule(tmp_path: Path) -> None:

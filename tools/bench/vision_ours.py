@@ -71,7 +71,7 @@ def start(asked: argparse.Namespace) -> tuple[Any, float, float]:
         verify="off",
         shard="time" if asked.tp > 1 else "max",
         fuse=fast,
-        channels_last=fast,
+        channels_last="auto" if fast else False,
     )
     compiled = time.perf_counter() - began
     wait_for_turn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import pytest
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snnpart import facts, frameworks, ops, ops_layout
 from snnpart.compilation import Options, compile_program
 from snnpart.costs import MachineProfile
+from snnpart.errors import ConfigError
 from snnpart.facts import Cost, Value
 from snnpart.graph import Body
+from snnpart.passes.lower.kernels import copies_for
 from snnpart.program import CompiledProgram
 from tests.distributed.layout_nets import NETS, Heads, images, made
 from tests.layouts import LayoutChanges
@@ -168,6 +171,97 @@ def test_all_ranks_send_in_the_same_order(net: str, ranks: int) -> None:
     sent = [[(node.name, node.kwargs) for node in graph.nodes if node.target in ops.COLLECTIVES] for graph in graphs]
     assert sent[0] and all(own == sent[0] for own in sent)
     assert len({len(graph.nodes) for graph in graphs}) == 1
+
+
+class Alone(Images):
+    """One convolution, whose channels are merged with places behind it."""
+
+    def __init__(self, head: int = 6 * 144) -> None:
+        super().__init__()
+        self.head = nn.Linear(head, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).flatten(1))  # type: ignore[no-any-return]
+
+
+class Pooled(Alone):
+    """A quarter of the places are left when channels are merged with them."""
+
+    def __init__(self) -> None:
+        super().__init__(6 * 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.max_pool2d(self.first(x), 2).flatten(1))  # type: ignore[no-any-return]
+
+
+class Linear(nn.Module):
+    """No convolution, and a product of stacks of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ x.mT).mean((1, 2))  # type: ignore[no-any-return]
+
+
+TOY = MachineProfile(name="toy", flops={"float32": 1e9}, copy=1e9, launch_us=1.0)
+
+
+def us(*shape: int) -> float:
+    """A copy of so many numbers on the toy machine."""
+    return 1 + 2 * 4 * math.prod(shape) / 1e3
+
+
+ENTRY, WHOLE, QUARTER = us(2, 3, 12, 12), 2 * us(2, 6, 12, 12), 2 * us(2, 6, 6, 6)
+"""The copy of the images, which have no gradient, and of values behind the first convolution, which have one."""
+
+
+@pytest.mark.parametrize(
+    ("make", "usual", "last"),
+    [
+        (Alone, ENTRY + WHOLE, ENTRY + WHOLE),
+        (Pooled, ENTRY + WHOLE, ENTRY + QUARTER),
+        (Images, ENTRY + 3 * WHOLE, ENTRY),
+        (Twice, ENTRY + 3 * WHOLE, ENTRY + WHOLE),
+        (Linear, 0.0, 0.0),
+        # its three convolutions read and give 3, 8, 8, 24, 8 and 8 channels; v, k and q, of 8 each, are multiplied
+        (Heads, ENTRY + 4 * 2 * us(2, 8, 144) + 2 * us(2, 24, 144), ENTRY + 4 * 2 * us(2, 8, 144)),
+    ],
+)
+def test_channels_lie_last_where_that_takes_fewer_copies(make: type[nn.Module], usual: float, last: float) -> None:
+    program = compiled(make(), channels_last="auto", profile=TOY)
+    found = copies_for(program.source, program.plan, TOY)
+    assert (found.usual, found.last) == (pytest.approx(usual), pytest.approx(last))
+    assert program.plan.channels_last is (last < usual)
+    assert bool(conversions(program.stages[0, 0].graph)) is program.plan.channels_last
+    said = [text for text in program.notices if text.startswith("images lie in the usual order: copies take")]
+    assert len(said) == (usual > 0 and not program.plan.channels_last)
+
+
+def test_fused_neurons_are_counted_as_they_run() -> None:
+    """They hand the layout on: one conversion where the separate neurons are layers of their own."""
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    layer = pytest.importorskip("spikingjelly.activation_based.layer")
+    convolutions = [layer.Conv2d(3, 3, 3, padding=1, step_mode="m", bias=False) for _ in range(3)]
+    model = nn.Sequential(*(part for conv in convolutions for part in (conv, neuron.LIFNode(step_mode="m"))))
+    given = {"channels_last": "auto", "profile": TOY, "verify": "off", "input_layout": "TNCHW", "fuse": True}
+    program, _ = compile_program(model, torch.rand(4, 2, 3, 6, 6), Options(**given))
+    assert copies_for(program.source, program.plan, TOY).last == pytest.approx(us(4, 2, 3, 6, 6))
+    assert program.plan.channels_last
+
+
+def test_a_given_plan_says_where_channels_lie() -> None:
+    x = torch.rand(2, 3, 12, 12)
+    for last in (True, False):
+        plan = compiled(Images(), channels_last=last).plan
+        found, _ = compile_program(Images(), x, Options(verify="off", channels_last="auto"), plan)
+        assert found.plan.channels_last is last
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="channels_last='fast' is not known"):
+        Options(channels_last="fast")
 
 
 def test_a_plan_that_does_not_say_so_changes_nothing() -> None:
