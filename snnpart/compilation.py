@@ -30,7 +30,7 @@ from snnpart.passes.analyze.cost import AnalyzeCost
 from snnpart.passes.analyze.kernels import MeasuredTimes
 from snnpart.passes.decide import decide
 from snnpart.passes.decide.constraints import to_share
-from snnpart.passes.decide.microbatches import decide_microbatches
+from snnpart.passes.decide.microbatches import Chosen, decide_microbatches
 from snnpart.passes.decide.rounds import decide_rounds, runs_in_rounds
 from snnpart.passes.lower import lower
 from snnpart.passes.lower.kernels import copies_for
@@ -138,22 +138,7 @@ def compile_program(
     chosen = decide_microbatches(
         graph, asked=options.microbatches, schedule=options.schedule, pp=options.pp, batchnorm=options.batchnorm
     )
-    decided = decide(
-        graph,
-        tp=options.tp,
-        pp=options.pp,
-        dp=options.dp,
-        schedule=chosen.schedule,
-        microbatches=chosen.microbatches,
-        stages_per_rank=options.stages_per_rank or 0,
-        split_at=options.split_at,
-        memory=options.memory or 0,
-        units=options.fsdp_units,
-        reshard=None if options.fsdp_reshard == "auto" else options.fsdp_reshard,
-        pinned=plan,
-        profile=profile,
-        **sharding(options.shard),
-    )
+    decided = _decided(graph, options, chosen, plan, profile)
     folded = _fold(graph, options, decided, plan, profile)
     samples = graph.batch if plan is None else plan.samples
     decided = replace(decided, **kernels, **_numbers(options, plan), fold=folded, samples=samples)
@@ -174,6 +159,25 @@ def compile_program(
     if options.verify == "full":
         report = gates.check_program(model, compiled, inputs, report, reset=options.reset)
     return compiled, None if report is None else replace(report, reference=None)
+
+
+def _decided(graph: SpikeGraph, options: Options, chosen: Chosen, plan: Plan | None, profile: MachineProfile) -> Plan:
+    return decide(
+        graph,
+        tp=options.tp,
+        pp=options.pp,
+        dp=options.dp,
+        schedule=chosen.schedule,
+        microbatches=chosen.microbatches,
+        stages_per_rank=options.stages_per_rank or 0,
+        split_at=options.split_at,
+        memory=options.memory or 0,
+        units=options.fsdp_units,
+        reshard=None if options.fsdp_reshard == "auto" else options.fsdp_reshard,
+        pinned=plan,
+        profile=profile,
+        **sharding(options.shard),
+    )
 
 
 def _one_step(inputs: Any, options: Options) -> Any:

@@ -2,12 +2,10 @@
 
 The reference is the region itself (`ops_fused`), which is what runs on the CPU. Kernels compute in float32 (float64
 where x is), whatever x's dtype: x and the spikes are bfloat16 under autocast, the membranes are not. Kept for backward
-are x and two numbers a channel; of sequences longer than `ops_fused.CHUNK` also the states at the start of each chunk,
-in the dtype that they are rounded to.
+are x and two numbers a channel; of sequences longer than `ops_fused.CHUNK` also states at the start of each chunk.
 
 x may be [T*N, ...] or [T, N, ...], or these with samples first, contiguous or with channels last; the result has x's
-memory order. Nothing here
-waits for the device, so that a step can be captured.
+memory order. Nothing here waits for the device, so that a step can be captured.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 _WARPS = 4
+_KEPT = {name: getattr(torch, name) for name in ("bfloat16", "float16")}  # rounded states are such numbers already
 
 
 class Fused:
@@ -253,8 +252,8 @@ class _Apply(torch.autograd.Function):
         y = call.empty(x, dtype)
         keeps = form.chunks > 1 and any(ctx.needs_input_grad)
         compute = torch.float64 if x.dtype is torch.float64 else torch.float32
-        states = (form.chunks - 1, call.step.states, call.step_numel)
-        kept = x.new_empty(states if keeps else 1, dtype=_dtype_kept(call, compute))
+        states = (form.chunks - 1, call.step.states, call.step_numel) if keeps else 1
+        kept = x.new_empty(states, dtype=_KEPT.get(call.state, compute))
         kernel = _kernel(forward_source(call.step, form), "forward")
         kernel[tiles.grid](
             x, x if residual is None else residual, y, kept, *_or(x, mean, var, weight, bias), *p, *_sizes(tiles),
@@ -322,12 +321,6 @@ class _Backward:
             ROUND=ROUND[compute], num_warps=_WARPS,
         )  # fmt: skip
         return over_programs(parts) if reduce else parts, dx
-
-
-def _dtype_kept(call: _Call, compute: torch.dtype) -> torch.dtype:
-    """That of states kept for backward, which are numbers of it already where states are rounded."""
-    found: torch.dtype = getattr(torch, call.state) if call.state else compute
-    return found
 
 
 def _or(x: Tensor, *values: Tensor | None) -> list[Tensor]:

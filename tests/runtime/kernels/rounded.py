@@ -59,7 +59,7 @@ class Wide(Kernels):
         return partial(self._wide, bound) if isinstance(target, FusedNeuron) else bound
 
     def _wide(self, bound: Any, *args: Any) -> Any:
-        with mock.patch.object(fused_neuron, "_dtype_kept", lambda _, compute: compute):
+        with mock.patch.dict(fused_neuron._KEPT, clear=True):
             return bound(*args)
 
 
