@@ -9,8 +9,8 @@ node without a kernel runs the region. A region is a chain
 
 with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. A layer may have the
 samples first instead, [N, T, ...] or [N*T, ...] (`scan_order`). What is used of several results stands behind the scan
-(`result_nodes`). In the last form x is the same at every step, and only one copy of it is there. `parts` says which node
-is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
+(`result_nodes`). In the last form x is the same at every step, and only one copy of it is there. `parts` says which
+node is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
 """
 
 from __future__ import annotations
