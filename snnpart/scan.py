@@ -105,13 +105,21 @@ class Scan:
 
     def _can_open(self, leaves: Mapping[str, nn.Module], given: Packed) -> bool:
         """Whether the layers get their state as arguments, nothing hooks into them, and the values hold data."""
-        calls = [node for node in self._loop.nodes() if node.op == "call_module"]
-        explicit = all(len(node.all_input_nodes) + (None in node.args) > 1 for node in calls)
         plain = all(type(x) in (Tensor, nn.Parameter) and not x.is_meta for x in given.tensors)
         modules = [module for leaf in leaves.values() for module in leaf.modules()]
         plain = plain and not any(p.is_inference() for module in modules for p in module.parameters(recurse=False))
         hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-        return explicit and plain and not (hooked or self._has_effects or torch.compiler.is_compiling())
+        return (
+            self._is_explicit(leaves) and plain and not (hooked or self._has_effects or torch.compiler.is_compiling())
+        )
+
+    def _is_explicit(self, leaves: Mapping[str, nn.Module]) -> bool:
+        """Whether no layer reads state that it kept itself; in a first step, before which it was reset, it may."""
+        calls = [node for node in self._loop.nodes() if node.op == "call_module"]
+        given = all(len(node.all_input_nodes) + (None in node.args) > 1 for node in calls)
+        later = [(leaves[str(node.target)], node) for node in calls if node.graph is self._loop.body]
+        takes = (frameworks.adapter_for(leaf).takes_all_state(leaf, node.args, node.kwargs) for leaf, node in later)
+        return given and all(takes)
 
 
 def _tensors(leaf: nn.Module) -> Iterator[Tensor]:

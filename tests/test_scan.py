@@ -264,6 +264,58 @@ def test_trying_the_step_leaves_the_layers_state_alone(name: str) -> None:
                     assert wanted is not None and torch.allclose(found[key], wanted, rtol=1e-5, atol=1e-6), key
 
 
+HIDDEN: dict[str, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "None": lambda membrane: ((None,), {}),
+    "a part": lambda membrane: ((membrane,), {}),
+    "a part by name": lambda membrane: ((), {"mem": membrane}),
+}
+
+
+class _Partly(nn.Module):
+    """A loop that gives a layer less than the state that it carries: the rest is what it kept itself."""
+
+    def __init__(self, layer: Any, how: str) -> None:
+        super().__init__()
+        self.fc, self.layer, self.how = nn.Linear(4, 5), layer, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, membrane = [], x.new_zeros(x.shape[1], 5)
+        for now in x:
+            args, kwargs = HIDDEN[self.how](membrane)
+            out = self.layer(self.fc(now), *args, **kwargs)
+            membrane = out[-1] if kwargs else out[1]
+            made.append(out[0])
+        return torch.stack(made)
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("Leaky", {"beta": 0.9}),
+        ("Synaptic", {"alpha": 0.8, "beta": 0.9}),
+        ("Alpha", {"alpha": 0.9, "beta": 0.8, "threshold": 0.2}),
+        ("RLeaky", {"beta": 0.9, "all_to_all": False}),
+    ],
+)
+def test_state_that_a_layer_is_not_given_is_what_it_kept(kind: str, given: dict[str, Any], how: str) -> None:
+    snn = pytest.importorskip("snntorch")
+    torch.manual_seed(0)
+    net = active(_Partly(getattr(snn, kind)(**given), how), torch.float32)
+    x = images(5, 3, 4, dtype=torch.float32)
+    program = parallelize(net, example_inputs=x, input_layout="TND", verify="full")
+    y, gradients = _gradients(net, x)
+    assert 0.01 <= float((y != 0).double().mean()) <= 0.99
+    with program.launch(device="cpu") as running:
+        for _ in range(2):
+            running.zero_grad()
+            running.train_step(x, torch.zeros(3), lambda out, _: out.square().mean())
+            assert torch.allclose(running.eval_step(x), y, atol=1e-6)
+            found = running.gradients()
+            for key, wanted in gradients.items():
+                assert wanted is not None and torch.allclose(found[key], wanted, rtol=1e-5, atol=1e-6), key
+
+
 class _Draws(nn.Module):
     """A layer's step that draws random numbers and fails where it is told to, with its state beside it."""
 

@@ -13,7 +13,7 @@ tracer's recording switched off, and leaves the module as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -113,6 +113,11 @@ class Adapter:
     def state_names(self, module: nn.Module) -> frozenset[str]:
         """The attributes that hold state between calls; code that reads them after a call cannot be traced."""
         return frozenset()
+
+    def takes_all_state(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments is given all that is carried, so that it reads nothing that the module
+        kept of an earlier one."""
+        return len(args) + len(kwargs) > 1
 
     def hook_by_element(self, hook: Callable[[Tensor], Any]) -> bool:
         """Whether a gradient hook of the framework computes every element from the same element alone, and from where

@@ -9,7 +9,7 @@ the surrogate gives, which is float32 for snnTorch's own whatever goes in, so it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -91,6 +91,11 @@ class SnnTorchAdapter(Adapter):
     def state_names(self, module: nn.Module) -> frozenset[str]:
         return frozenset({"spk", *module._non_persistent_buffers_set}) if self.is_neuron(module) else frozenset()
 
+    def takes_all_state(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """A state that is None or left out is the one that the module kept."""
+        given = sum(item is not None for item in (*args[1:], *kwargs.values()))
+        return given >= _state_arguments(module)
+
     def time_dim(self, module: nn.Module) -> int | None:
         return 0 if type(module).__name__ in _MULTI_STEP and self.is_neuron(module) else None
 
@@ -129,6 +134,12 @@ class SnnTorchAdapter(Adapter):
 
     def flops_per_element(self, module: nn.Module) -> float:
         return _STEP.get(type(module).__name__, (0, 10.0))[1]
+
+
+def _state_arguments(module: nn.Module) -> int:
+    """How many states a call takes: those that it returns, and a recurrent layer's spikes."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _STEP]
+    return _STEP[names[0]][0] + (names[0] in _RECURRENT) if names else 1
 
 
 def _has_matrix(module: Any) -> bool:
