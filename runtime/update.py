@@ -193,8 +193,7 @@ class Update:
         tensors = _changed_by(optimizer)
         before = compat.copies(tensors)
         yield
-        with torch.no_grad():
-            compat.put_back(tensors, before, bad)
+        compat.put_back(tensors, before, bad)
 
     def finish(self, report: Tensor) -> None:
         """The optimizer's step where it is no part of the captured one."""
@@ -218,7 +217,7 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                found += [parameter, *(x for x in optimizer.state[parameter].values() if isinstance(x, Tensor))]
+                found += [parameter.detach(), *(x for x in optimizer.state[parameter].values() if isinstance(x, Tensor))]
     return [x for x in found if x.numel()]
 
 
