@@ -217,7 +217,8 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                found += [parameter.detach(), *(x for x in optimizer.state[parameter].values() if isinstance(x, Tensor))]
+                state = optimizer.state[parameter].values()
+                found += [parameter.detach(), *(x for x in state if isinstance(x, Tensor))]
     return [x for x in found if x.numel()]
 
 
