@@ -320,6 +320,8 @@ def _check(
             *s, y = stepper.next(x, *p, *s)
             ys.append(y)
         wanted = torch.stack(ys)
+        if not wanted.requires_grad:
+            raise StepError("no gradient passes it")
         grads = torch.autograd.grad((wanted * weights).sum(), [xs, *p], allow_unused=True)
     found, dxs, dps = run_step(step, xs.detach(), [value.detach() for value in p], weights)
     _compare("output", found, wanted.detach())

@@ -28,6 +28,12 @@ class Order:
             return tuple(shape)
         return (shape[0], *shape[2:]) if self.samples_first else tuple(shape[1:])
 
+    def shapes(self, shape: tuple[int, ...], steps: int) -> set[tuple[int, ...]]:
+        """A sequence's shape with steps and samples apart, and with both merged."""
+        if self.merged:
+            return {shape, (shape[0] // steps, steps, *shape[1:])}
+        return {shape, (shape[0] * shape[1], *shape[2:])} if len(shape) > 1 else {shape}
+
     def steps_first(self, x: Tensor, steps: int) -> Tensor:
         """The sequence as [T, N, ...]."""
         stacked = x.unflatten(0, (-1, steps)) if self.merged else x

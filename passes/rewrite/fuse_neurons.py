@@ -82,7 +82,7 @@ def fuse_neurons(
             how = FusedNeuron(fx.Graph(), 0, state, step, way)
         modules = _modules(own, leaves)
         how = replace(how, steps=steps_of(own, modules))
-        chain = _chain(own, order_of_scan(own, modules), norm=not isinstance(step, str))
+        chain = _chain(own, order_of_scan(own, modules), how.steps, norm=not isinstance(step, str))
         _fuse(graph, chain, profile, how)
     return tuple(notes)
 
@@ -216,14 +216,15 @@ class _Chain:
     scan: fx.Node
 
 
-def _chain(scan: fx.Node, order: Order, *, norm: bool) -> _Chain:
+def _chain(scan: fx.Node, order: Order, steps: int, *, norm: bool) -> _Chain:
     made = result_nodes(scan) or []
     starts = _own_starts(scan)
     if order.samples_first:
         before = _norm_before(scan, {scan}, steps=None) if norm else []
     else:
         before = _before(scan, starts) if norm else _expansion(scan_input(scan))
-    return _Chain((*before, *starts, *made, *_addition_behind(made[-1])), scan)
+    shapes = order.shapes(facts.need(made[-1], Value).shape, steps)
+    return _Chain((*before, *starts, *made, *_addition_behind(made[-1], shapes)), scan)
 
 
 def _own_starts(scan: fx.Node) -> list[fx.Node]:
@@ -289,12 +290,13 @@ def _is_norm(node: Any, kind: Any, readers: Collection[fx.Node]) -> bool:
     return set(node.users) <= set(readers) and node.args[7] is not None
 
 
-def _addition_behind(node: fx.Node) -> list[fx.Node]:
-    """The views and the addition that alone read a neuron's result; nothing where there is no such addition."""
+def _addition_behind(node: fx.Node, shapes: Collection[tuple[int, ...]]) -> list[fx.Node]:
+    """The views of these shapes and the addition that alone read a neuron's result; nothing where there is no such
+    addition."""
     passed: list[fx.Node] = []
     while len(node.users) == 1:
         (user,) = node.users
-        if splits_time(user):
+        if splits_time(user) and facts.need(user, Value).shape in shapes:
             passed.append(user)
         elif user.target is torch.add and _is_plain_addition(user):
             return [*passed, user]

@@ -139,6 +139,19 @@ def test_layers_of_norse_are_fused_where_their_state_is_not_read(name: str) -> N
     assert ways(program) == ["kernel"] and found.norm is not None and found.residual is not None
 
 
+@pytest.mark.parametrize("method", ["super", "tanh", "triangle", "circ", "heavi_erfc"])
+def test_every_surrogate_of_norse_is_generated(method: str) -> None:
+    norse = pytest.importorskip("norse.torch")
+    check_code(trace_step(scan_of_leaf("neuron", norse.LIF(norse.LIFParameters(method=method))), 3))
+
+
+def test_a_neuron_without_gradient_is_compiled() -> None:
+    """A kernel would give zeros, which an optimizer takes for a gradient."""
+    norse = pytest.importorskip("norse.torch")
+    program = compiled(First(norse.LIF(norse.LIFParameters(method="heaviside")), residual=False))
+    assert ways(program) == ["compiled"] and "not generated: no gradient passes it" in program.notices[0]
+
+
 class WithState(First):
     """A layer that is given its state, none, and whose result and state are read."""
 
@@ -178,6 +191,21 @@ def test_a_neuron_that_gives_each_step_by_itself_is_fused_where_they_are_stacked
     assert ways(compiled(Stacked(neuron.NonSpikingLIFNode()))) == ["kernel"]
     program = compiled(First(neuron.NonSpikingIFNode(decode="last_mem"), residual=False))
     assert ways(program) == ["compiled"] and "its result is no sequence of its input's shape" in program.notices[0]
+
+
+class Regrouped(Block):
+    """The addition is in another grouping of the rows than the neuron's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.neuron(self.norm(self.conv(x.flatten(0, 1))).unflatten(0, x.shape[:2])).flatten(0, 1)
+        return (y.unflatten(0, (2, -1)) + x.flatten(0, 1).unflatten(0, (2, -1))).flatten(0, 1).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize(("make", "layout"), [(lif, "TNCHW"), (layers.IAF, "NTCHW")])
+def test_an_addition_in_another_grouping_of_rows_stays_outside(make: Callable[[], nn.Module], layout: str) -> None:
+    (node,) = fused_in(compiled(Regrouped(make()), 4, 3, 5, 6, 6, input_layout=layout))
+    found = parts(node.target.region)  # type: ignore[union-attr]
+    assert found.norm is not None and found.residual is None
 
 
 def test_a_view_of_samples_over_steps_is_not_taken_for_a_still_image() -> None:

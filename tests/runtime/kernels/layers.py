@@ -78,6 +78,7 @@ def norse_cases() -> dict[str, Case]:
     fast = norse.LIFParameters(tau_mem_inv=torch.tensor(600.0))
     cells = {"LIF": norse.LIFCell(fast), **{name: getattr(norse, f"{name}Cell")() for name in ("IAF", "LIFRefrac")}}
     layers = {"LIF": norse.LIF(fast), **{name: getattr(norse, name)() for name in ("LI", "IAF", "LIFAdEx", "LIFEx")}}
+    cells["circ"] = norse.LIFCell(norse.LIFParameters(tau_mem_inv=torch.tensor(600.0), method="circ"))
     layers["LSNN"] = norse.LSNN(norse.LSNNParameters(v_th=torch.tensor(0.2)))
     return {
         **{f"Norse {name}": Case(partial(Steps, cell), dtype=torch.float32) for name, cell in cells.items()},
