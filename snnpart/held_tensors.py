@@ -40,10 +40,17 @@ def owned(module: nn.Module, dotted: str) -> tuple[dict[str, Any], str]:
     return table, name
 
 
+def _places(module: nn.Module, dotted: str) -> list[tuple[dict[str, Any], str]]:
+    """Where the tensor of this name hangs, as `owned`, and wherever else: a module inside may share it."""
+    table, name = owned(module, dotted)
+    tables: list[dict[str, Any]] = [held for part in module.modules() for held in (part._parameters, part._buffers)]
+    return [(held, key) for held in tables for key, value in held.items() if value is table[name]]
+
+
 @contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """A block in which the module has these tensors in the place of its own."""
-    places = [(*owned(module, name), value) for name, value in tensors.items()]
+    """A block in which the module has these tensors in the place of its own, under all names that one has."""
+    places = [(*place, value) for name, value in tensors.items() for place in _places(module, name)]
     before = [table[name] for table, name, _ in places]
     try:
         for table, name, value in places:

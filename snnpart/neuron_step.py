@@ -300,7 +300,7 @@ def _inline_constants(module: fx.GraphModule, graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
             value = getattr(module, str(node.target))
-            if not isinstance(value, Tensor) or value.numel() != 1:
+            if not isinstance(value, Tensor) or value.numel() != 1 or value.requires_grad:
                 raise StepError("its step reads a tensor that is neither its parameter nor its state")
             node.meta["constant"] = value.item()
 

@@ -1,4 +1,4 @@
-"""Neurons whose steps have operations that Triton has no word for: a line of JSON a case.
+"""Neurons whose steps have operations that Triton has no word for, or share tensors: a line of JSON a case.
 
 Run as a program (`python -m tests.runtime.kernels.expressions short`, or `long`) in Triton's interpreter, as
 `tests.runtime.kernels.fused` is.
@@ -18,6 +18,17 @@ from torch import Tensor, nn
 from tests.runtime.kernels.fused import Block, Case, Steps, report
 
 
+class Recurrent(Steps):
+    """A layer whose weight has two names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes, membrane, made = None, None, []
+        for now in x:
+            spikes, membrane = self.step(self.conv(now), spikes, membrane)
+            made.append(spikes)
+        return torch.stack(made)  # type: ignore[arg-type]
+
+
 class Curved(nn.Module):
     """A membrane without spikes through every one of these operations."""
 
@@ -29,6 +40,7 @@ class Curved(nn.Module):
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
+    import snntorch as snn
     from spikingjelly.activation_based import neuron, surrogate
 
     kinds = {
@@ -39,6 +51,7 @@ def cases() -> dict[str, Case]:
         "LogTailedReLU without spikes": surrogate.LogTailedReLU(alpha=0.5, spiking=False),
     }
     found = {"curved": Case(lambda: Steps(Curved()))}
+    found["two names"] = Case(lambda: Recurrent(snn.RLeaky(beta=0.9, all_to_all=False)), dtype=torch.float32)
     found |= {name: Case(lambda kind=kind: Block(_lif(neuron, kind), residual=False)) for name, kind in kinds.items()}
     if importlib.util.find_spec("norse"):
         import norse.torch as norse
@@ -55,7 +68,7 @@ def _lif(neuron: object, kind: nn.Module) -> nn.Module:
     return made
 
 
-SHORT = ("curved",)
+SHORT = ("curved", "two names")
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"

@@ -57,7 +57,7 @@ def test_so_do_those_of_every_other_neuron(name: str, channels_last: bool) -> No
 
 
 @pytest.mark.parametrize("part", ["short", pytest.param("long", marks=pytest.mark.all)])
-def test_operations_that_triton_has_no_word_for(part: str) -> None:
+def test_so_do_operations_that_triton_has_no_word_for_and_tensors_with_two_names(part: str) -> None:
     found, known = lines_of(part, "expressions"), expressions.cases()
     wanted = {name for name in known if (name in expressions.SHORT) is (part == "short")}
     assert {line["case"] for line in found} == wanted
