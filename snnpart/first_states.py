@@ -23,7 +23,7 @@ _ARITHMETIC: dict[Any, Callable[..., float]] = {
     torch.div: operator.truediv,
     torch.neg: operator.neg,
 }
-_READS = (operator.getitem, torch.select, torch.unbind)
+_READS = (operator.getitem, torch.select, torch.unbind, torch.movedim, torch.transpose)
 
 
 def start_number(node: fx.Node, fixed: Collection[Any] = ()) -> float | None:

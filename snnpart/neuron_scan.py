@@ -27,7 +27,7 @@ from snnpart.neuron_step import (
     scan_of_loop,
     trace_step,
 )
-from snnpart.ops_fused import FusedNeuron, parts, scan_input
+from snnpart.ops_fused import FusedNeuron, is_turned, parts, scan_input
 from snnpart.ops_time import Loop, leaf_paths
 from snnpart.scan_order import Order, order_of
 from snnpart.step_code import check_code
@@ -71,8 +71,9 @@ def step_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> NeuronStep:
 
 def order_of_scan(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> Order:
     """The order of a scan node's sequence, a loop's or a layer's; `leaves` by their paths."""
-    found = order_of(leaves[str(scan.target)]) if scan.op == "call_module" else None
-    return found or Order()
+    if scan.op != "call_module":
+        return Order(samples_first=is_turned(scan))
+    return order_of(leaves[str(scan.target)]) or Order()
 
 
 def steps_of(scan: fx.Node, leaves: Mapping[str, nn.Module]) -> int:

@@ -8,7 +8,8 @@ node without a kernel runs the region. A region is a chain
     [ops.batch_norm_copies] -> [unsqueeze] -> expand -> ...
 
 with one result; its views only merge or split the two leading dims, [T, N, ...] and [T*N, ...]. A layer may have the
-samples first instead, [N, T, ...] or [N*T, ...] (`scan_order`). What is used of several results stands behind the scan
+samples first instead, [N, T, ...] or [N*T, ...] (`scan_order`); a loop has them so between two exchanges of samples and
+steps, which are part of the region (`is_turned`). What is used of several results stands behind the scan
 (`result_nodes`). In the last form x is the same at every step, and only one copy of it is there. `parts` says which
 node is which. Its placeholders are the values that the node is called with, in order; leaves are called by their path.
 """
@@ -143,9 +144,28 @@ def kept_states(target: FusedNeuron, made: Value) -> float:
 
 
 def scan_input(scan: fx.Node) -> fx.Node:
+    """What the steps are computed of: the sequence, or the value with samples first that is turned into it."""
+    sequence = sequence_of(scan)
+    return sequence.args[0] if is_turned(scan) else sequence  # type: ignore[return-value]
+
+
+def sequence_of(scan: fx.Node) -> fx.Node:
     """The sequence that a neuron layer or a loop goes through."""
     found: Any = scan.args[0] if scan.op == "call_module" else scan.args[0][0]  # type: ignore[index]
     return found  # type: ignore[no-any-return]
+
+
+def is_turned(scan: fx.Node) -> bool:
+    """Whether a loop goes through [N, T, ...] turned to [T, N, ...], and its one result is turned back."""
+    if not isinstance(scan.target, Loop) or len(scan.args[0]) != 1 or len(scan.users) != 1:  # type: ignore[arg-type]
+        return False
+    (taken,) = scan.users
+    return _turns(sequence_of(scan)) and len(taken.users) == 1 and _turns(next(iter(taken.users)))
+
+
+def _turns(node: fx.Node) -> bool:
+    """Whether a node exchanges the two leading dims."""
+    return node.target in (torch.movedim, torch.transpose) and set(node.args[1:]) == {0, 1} and not node.kwargs
 
 
 def result_nodes(scan: fx.Node) -> list[fx.Node] | None:
@@ -155,7 +175,7 @@ def result_nodes(scan: fx.Node) -> list[fx.Node] | None:
         return [scan]
     users = list(scan.users)
     if len(users) == 1 and users[0].target is getitem and (users[0].args[1] == 0 or isinstance(scan.target, Loop)):
-        return [scan, users[0]]
+        return [scan, users[0], *(users[0].users if is_turned(scan) else ())]
     stacks = list(dict.fromkeys(reader for user in users for reader in user.users))
     return [scan, *users, stacks[0]] if len(stacks) == 1 and _joins(stacks[0], users) else None
 

@@ -36,7 +36,17 @@ from snnpart.frameworks import adapter_for
 from snnpart.graph import LeafInfo
 from snnpart.neuron_scan import draws, leaf_number, order_of_scan, step_dims, step_of, steps_of
 from snnpart.neuron_step import NeuronStep, StepError
-from snnpart.ops_fused import STEPS_APART, FusedNeuron, is_expansion, parts, result_nodes, scan_input, splits_time
+from snnpart.ops_fused import (
+    STEPS_APART,
+    FusedNeuron,
+    is_expansion,
+    is_turned,
+    parts,
+    result_nodes,
+    scan_input,
+    sequence_of,
+    splits_time,
+)
 from snnpart.ops_time import Loop, batch_norm_repeated, batch_norm_steps, leaf_paths
 from snnpart.passes.analyze.cost import in_fused_kernels
 from snnpart.passes.rewrite.repeated_input import put_back, with_sequence
@@ -189,10 +199,10 @@ def _check_loop(scan: fx.Node) -> None:
         raise StepError("several results of its loop are used")
     if scan.target.keep[next(iter(scan.users)).args[1]] != "all":  # type: ignore[union-attr, index]
         raise StepError("only its last step is used")
-    shape = facts.need(scan_input(scan), Value).shape
+    step = facts.need(sequence_of(scan), Value).shape[1:]
     for item in fixed:  # type: ignore[union-attr]
         value = facts.get(item, Value) if isinstance(item, fx.Node) else None
-        if value is not None and not _is_parameter(value.shape, shape[1:]):
+        if value is not None and not _is_parameter(value.shape, step):
             raise StepError(f"each step reads a tensor of shape {value.shape}, which is no number for each channel")
     for item in carried:  # type: ignore[union-attr]
         if isinstance(item, tuple):
@@ -218,13 +228,25 @@ class _Chain:
 
 def _chain(scan: fx.Node, order: Order, steps: int, *, norm: bool) -> _Chain:
     made = result_nodes(scan) or []
-    starts = _own_starts(scan)
+    turn, starts = _own_turn(scan), _own_starts(scan)
     if order.samples_first:
-        before = _norm_before(scan, {scan}, steps=None) if norm else []
+        before = [*(_norm_before(scan, {scan, *turn, *starts}, steps=None) if norm else []), *turn]
     else:
         before = _before(scan, starts) if norm else _expansion(scan_input(scan))
     shapes = order.shapes(facts.need(made[-1], Value).shape, steps)
     return _Chain((*before, *starts, *made, *_addition_behind(made[-1], shapes)), scan)
+
+
+def _own_turn(scan: fx.Node) -> list[fx.Node]:
+    """The view that turns samples and steps round before a loop, now read by this loop alone."""
+    if not is_turned(scan):
+        return []
+    turned = sequence_of(scan)
+    with scan.graph.inserting_before(scan):
+        own = scan.graph.node_copy(turned)
+    scan.args = ((own,), *scan.args[1:])
+    _erase_unread(turned)
+    return [own]
 
 
 def _own_starts(scan: fx.Node) -> list[fx.Node]:

@@ -22,11 +22,12 @@ from snnpart.fingerprint import short_hash
 from snnpart.frameworks import adapter_for
 from snnpart.graph import Body, output_node
 from snnpart.neuron_scan import order_of_scan
-from snnpart.ops_fused import FusedNeuron, parts, scan_input
+from snnpart.ops_fused import FusedNeuron, parts, sequence_of
 from snnpart.ops_norm import wide
 from snnpart.ops_time import Nested, leaf_paths
 from snnpart.runtime.compiled import compiled
 from snnpart.runtime.kernels.choices import Choices
+from snnpart.scan_order import Order
 
 Function = Callable[..., Tensor]
 
@@ -41,7 +42,7 @@ class Region:
         self.places = [order.index(node) for node in (found.x, found.residual) if node is not None]
         leaves = {path: module.get_submodule(path) for path in leaf_paths(found.scan)}
         self.leaves, self._steps = list(leaves.values()), target.steps
-        self._order = order_of_scan(found.scan, leaves)
+        self._order = order_of_scan(found.scan, leaves) if leaves and found.scan.op == "call_module" else Order()
         self._module, self._function = module, _plainly(module, target.region)
 
     def _run(self, *args: Any) -> Tensor:
@@ -74,7 +75,7 @@ class Region:
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node is self._parts.scan:
-                made = scan(values[scan_input(node)])
+                made = scan(values[sequence_of(node)])
                 values[node] = made if self._parts.result is None else {self._parts.result: made}
             elif node.op != "output":
                 function = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target

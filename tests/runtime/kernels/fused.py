@@ -28,7 +28,7 @@ from snnpart.program import CompiledProgram
 from snnpart.runtime.collectives import Axis, GroupCollectives
 from snnpart.runtime.kernels.fused_neuron import Fused
 from tests.nets import Spike
-from tests.runtime.kernels.hand_written import Columns, networks
+from tests.runtime.kernels.hand_written import Columns, SamplesFirst, leaky, learned, networks, towards
 
 
 class Block(nn.Module):
@@ -135,6 +135,9 @@ def cases() -> dict[str, Case]:
         "long": Case(partial(_block, spikingjelly_neurons()["PLIF"]), steps=20),
         "prime": Case(partial(_block, lif), steps=17),
         "columns": Case(Columns),
+        "samples first": Case(lambda: SamplesFirst(leaky, torch.zeros_like)),
+        "samples first, plain": Case(lambda: SamplesFirst(learned, lambda x: 0.0, norm=False), training=False),
+        "samples first, long": Case(lambda: SamplesFirst(towards, torch.zeros_like), steps=20),
         "written": Case(lambda: Steps(Written())),
         "written, long": Case(lambda: Steps(Written()), steps=18),
         "each step's statistics": Case(lambda: Steps(Written(), norm=True)),
@@ -162,8 +165,8 @@ ONE_SAMPLE = tuple(f"one sample, {name}" for name in SHARED)
 BOTH_LAYOUTS = ("LIF-detached", "PLIF", "long", "still", "each step's statistics", "sinabs LIF", "sinabs long",
                 *ONE_SAMPLE)  # fmt: skip
 SHORT = ("LIF-detached", "LIF-soft", "PLIF", "TernaryLIF", "eval", "long", "still", "written", "columns", "Synaptic",
-         "each step's statistics", "Norse layer LIF", "sinabs LIF", "sinabs rows by samples", *WRITTEN[:2],
-         *ONE_SAMPLE)  # fmt: skip
+         "each step's statistics", "samples first", "Norse layer LIF", "sinabs LIF", "sinabs rows by samples",
+         *WRITTEN[:2], *ONE_SAMPLE)  # fmt: skip
 """What the default tests run; the rest belongs to the long matrix."""
 
 

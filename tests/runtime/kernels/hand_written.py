@@ -111,6 +111,24 @@ def networks() -> dict[str, Callable[[], nn.Module]]:
     }
 
 
+class SamplesFirst(HandWritten):
+    """The same over [N, T, ...], which its layers see as rows [N*T, ...] (TET's networks); with `residual` x is added."""
+
+    def __init__(self, neuron: Neuron, begin: Begin, *, norm: bool = True, residual: bool = False) -> None:
+        super().__init__(neuron, begin, norm=norm)
+        self.added = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        y = self.norm(self.conv(x.flatten(0, 1).contiguous())).view(x.shape)
+        state, made = self.begin(y[:, 0, ...]), []
+        for t in range(x.shape[1]):
+            spikes, state = self.neuron(self, state, y[:, t, ...])
+            made.append(spikes)
+        found = torch.stack(made, dim=1)
+        return (found + x if self.added else found).transpose(0, 1)
+
+
 class Columns(nn.Module):
     """A norm whose weight and bias, and a neuron whose leak, are columns of one parameter."""
 
