@@ -31,6 +31,7 @@ from torch import Tensor
 from snnpart.bits import States, width
 from snnpart.plan import Plan
 from snnpart.program import Action, Port, StageProgram
+from snnpart.runtime import waits
 from snnpart.runtime.collectives import Axis, over_nccl
 from snnpart.runtime.kernels.bits import pack, unpack
 from snnpart.runtime.ranks import BACKWARD, FORWARD, Ranks, control_device
@@ -179,9 +180,10 @@ class Inbox:
             while len(self._posted) < 2 and self._post(ahead=bool(self._posted)):
                 pass
             found, works = self._posted.pop(0)
-            for work, _, _ in works:
-                if work is not None:
-                    work.wait()
+            with waits.waiting():
+                for work, _, _ in works:
+                    if work is not None:
+                        work.wait()
             self._early[found] = [spec.decode(wire.to(self._device)) for _, wire, spec in works]
         return self._early.pop(message)
 

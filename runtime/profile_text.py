@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def profile_text(
         whole = profiling.whole(step, ranks.device, trace=_own(trace, ranks))
         works = works_of(compiled, ranks, least)
         longest = max(ranks.gather(total(works)))
-    text = [*_summary(compiled, whole, longest), *notices, "", *_table(rows), ""]
+        shares = ranks.gather((ranks.at.pp, whole.waiting / whole.step))
+    text = [*_summary(compiled, whole, longest), *_bubble(compiled, shares), *notices, "", *_table(rows), ""]
     return "\n".join([*text, *rest_table(shares_of(whole, works, ranks), whole)]) if ranks.rank == 0 else ""
 
 
@@ -93,13 +95,25 @@ def _loss(outputs: Any, _: Tensor) -> Tensor:
 
 def _summary(compiled: CompiledProgram, whole: Whole, longest: float) -> list[str]:
     """The step as a whole beside the prediction and the roofline, in microseconds, of the rank with the most work."""
-    predicted, bubble = profiling.predictions(compiled)
+    predicted, _ = profiling.predictions(compiled)
     return [
         f"step            {whole.step / 1e3:9.3f} ms   predicted {predicted / 1e3:.3f} ms",
         f"computing       {whole.busy / 1e3:9.3f} ms   of it communication {whole.communication / 1e3:.3f} ms",
-        f"gaps            {100 * whole.gaps:9.1f} %    predicted share of waiting in the pipeline {100 * bubble:.1f} %",
+        f"gaps            {100 * whole.gaps:9.1f} %",
         f"roofline        {longest / 1e3:9.3f} ms   {100 * longest / whole.step:.1f} % of the step: each task at the "
         "larger of flops over rate and bytes over bandwidth",
+    ]
+
+
+def _bubble(compiled: CompiledProgram, shares: Sequence[tuple[int, float]]) -> list[str]:
+    """What share of a step the pipeline's ranks wait for each other, of all and of each, beside the prediction."""
+    if compiled.plan.pp == 1:
+        return []
+    each = [statistics.mean(share for at, share in shares if at == rank) for rank in range(compiled.plan.pp)]
+    _, predicted = profiling.predictions(compiled)
+    return [
+        f"waiting         {100 * statistics.mean(each):9.1f} %    predicted {100 * predicted:.1f} % for other "
+        f"pipeline ranks; of each {', '.join(f'{100 * share:.1f}' for share in each)}"
     ]
 
 

@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from snnpart.costs import MachineProfile, synchronise
 from snnpart.facts import Cost, Origin, get
 from snnpart.program import CompiledProgram
+from snnpart.runtime import waits
 from snnpart.runtime.launch import TIMEOUT
 from snnpart.runtime.ranks import join
 from snnpart.timeline import predicted
@@ -32,6 +33,8 @@ MARK = "snnpart|"
 _BACKWARD = 1
 """torch's RecordScope of a backward function."""
 _COMMUNICATION = ("nccl", "gloo", "c10d::")
+_MESSAGE = "sendrecv"
+"""In the name of NCCL's kernel that sends and receives."""
 OTHER, OPTIMIZER = "(other)", "(optimizer)"
 PROFILED = 3
 """Steps that a profiler watches; what it says is of one."""
@@ -56,6 +59,7 @@ class Row:
 @dataclass(frozen=True)
 class Whole:
     """A step as it runs, in microseconds: from start to end, with a kernel under way, communicating; `kernels` by name.
+    `waiting`: for other stages.
 
     Kernels that run at the same time count once in `busy`, each for itself in `kernels`.
     """
@@ -64,6 +68,7 @@ class Whole:
     busy: float
     communication: float
     kernels: Mapping[str, float] = field(default_factory=dict)
+    waiting: float = 0.0
 
     @property
     def gaps(self) -> float:
@@ -172,11 +177,21 @@ def _belongs(event: Any, forward_of: dict[int, tuple[str, str]]) -> tuple[tuple[
 
 def whole(step: Step, device: torch.device, repeats: int = 10, trace: Path | None = None) -> Whole:
     """A step as it runs; it has run often enough before. A Chrome trace of `PROFILED` steps is written to `trace`."""
-    us, cuda = 1e6 * timed(step, device, repeats), device.type == "cuda"
+    cuda = device.type == "cuda"
+    with waits.counted() as waited:
+        us = 1e6 * timed(step, device, repeats)
     events = watched(step, device, trace)
     talking = [event for event in events if any(word in event.name.lower() for word in _COMMUNICATION)]
     busy, communication = (_union([event.time_range for event in some]) / PROFILED for some in (events, talking))
-    return Whole(us, min(busy, us), min(communication, us), _by_name(events, cuda))
+    waiting = _messages_alone(events) / PROFILED if cuda else 1e6 * sum(waited) / repeats
+    return Whole(us, min(busy, us), min(communication, us), _by_name(events, cuda), min(waiting, us))
+
+
+def _messages_alone(events: Sequence[Any]) -> float:
+    """Microseconds in which messages between stages, and nothing else, run on a GPU: a receive runs until its message
+    is there."""
+    others = [event.time_range for event in events if _MESSAGE not in event.name.lower()]
+    return _union([event.time_range for event in events]) - _union(others)
 
 
 def watched(step: Step, device: torch.device, trace: Path | None = None) -> list[Any]:

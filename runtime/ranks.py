@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from snnpart.errors import LaunchError, SnnpartError
 from snnpart.mesh import AXES, Coordinate, Mesh, mesh_for
+from snnpart.runtime import waits
 from snnpart.runtime.collectives import Axis, over_nccl
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -72,7 +73,8 @@ class Ranks:
         if axis.group is None:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64, device=control_device(axis.group, self.device))
-        dist.all_reduce(total, group=axis.group)
+        with waits.waiting():
+            dist.all_reduce(total, group=axis.group)
         return [float(number) for number in total.tolist()]
 
     def gather(self, thing: Any, axis: Axis | None = None) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from snnpart.api import parallelize
 from snnpart.cli import app
-from snnpart.runtime import profiling
+from snnpart.runtime import profiling, waits
 from snnpart.runtime.launch import launch
 from tests.gpu import jobs_execution as gpu
 
@@ -40,6 +41,25 @@ def test_overlapping_kernels_count_once() -> None:
     spans = [SimpleNamespace(start=start, end=end) for start, end in ((0, 5), (3, 8), (10, 12), (11, 11.5))]
     assert profiling._union(spans) == pytest.approx(10)
     assert profiling.Whole(step=20, busy=10, communication=0).gaps == pytest.approx(0.5)
+
+
+def test_a_gpu_waits_where_messages_alone_run() -> None:
+    """A receive from 2 to 9 has a kernel beside it until 5, a reduction from 8 on."""
+    spans = {"gemm": (0, 5), "ncclDevKernel_SendRecv(x)": (2, 9), "ncclDevKernel_AllReduce": (8, 10)}
+    events = [SimpleNamespace(name=k, time_range=SimpleNamespace(start=a, end=b)) for k, (a, b) in spans.items()]
+    assert profiling._messages_alone(events) == pytest.approx(3)
+
+
+def test_waits_are_counted_while_they_are_asked_for() -> None:
+    with waits.waiting():
+        pass
+    with waits.counted() as found:
+        assert found == []
+        with waits.waiting():
+            time.sleep(0.01)
+    with waits.waiting():
+        pass
+    assert len(found) == 1 and 0.009 < found[0] < 1
 
 
 def test_the_command_prints_step_roofline_modules_and_what_is_beyond_the_roofline(tmp_path: Path) -> None:
