@@ -112,7 +112,7 @@ def networks() -> dict[str, Callable[[], nn.Module]]:
 
 
 class SamplesFirst(HandWritten):
-    """The same over [N, T, ...], which its layers see as rows [N*T, ...] (TET's networks); with `residual` x is added."""
+    """The same over [N, T, ...], which layers see as rows [N*T, ...] (TET's networks); with `residual` x is added."""
 
     def __init__(self, neuron: Neuron, begin: Begin, *, norm: bool = True, residual: bool = False) -> None:
         super().__init__(neuron, begin, norm=norm)
