@@ -93,7 +93,7 @@ class Options:
             )
         if self.state not in STATES:
             raise ConfigError(f"state={self.state!r} is not known", choices=STATES)
-        if self.channels_last not in (None, *CHANNELS_LAST):
+        if not (self.channels_last is None or isinstance(self.channels_last, bool) or self.channels_last == "auto"):
             raise ConfigError(f"channels_last={self.channels_last!r} is not known", choices=CHANNELS_LAST)
         if self.fsdp_reshard not in (True, False, "auto"):
             raise ConfigError(f"fsdp_reshard={self.fsdp_reshard!r} is not known", choices=(True, False, "auto"))

@@ -25,7 +25,7 @@ from snnpart.costs import MachineProfile, default_profile
 from snnpart.facts import Cost, LeafMemory, State, Value, Values
 from snnpart.frameworks import adapter_for
 from snnpart.graph import SpikeGraph
-from snnpart.ops_fused import FusedNeuron, input_place, is_expansion, kept_states, scan_input
+from snnpart.ops_fused import FusedNeuron, input_place, is_expansion, kept_states, result_nodes, scan_input
 from snnpart.ops_packed import PackedInput
 from snnpart.ops_time import Loop
 from snnpart.passes.analyze import kinds
@@ -100,7 +100,7 @@ def _loop_cost(node: fx.Node, loop: Loop, count: _Counting) -> Cost:
 
 def _fused(cost: Cost, node: fx.Node, profile: MachineProfile) -> Cost:
     """The cost of a neuron that is to run fused, before it is; what it saves is counted as if it were not."""
-    made = facts.need(next(iter(node.users)) if isinstance(node.target, Loop) else node, Value)
+    made = facts.need((result_nodes(node) or [node])[-1], Value)
     sequence: Any = scan_input(node)
     x = result_bytes(sequence.args[0] if is_expansion(sequence) else sequence)
     return replace(in_fused_kernels([cost], x, made, profile), saved=cost.saved)
