@@ -331,13 +331,18 @@ def example(case: Case, device: str = "cpu") -> Tensor:
     return (torch.rand((*first, 5, 4, 3), generator=generator, dtype=case.dtype) * 2).to(device)
 
 
+def silent_in(run: Run, model: nn.Module) -> list[str]:
+    """What learns in the model, or its input, and had no gradient."""
+    frozen = {key for key, value in model.named_parameters() if not value.requires_grad}
+    return [key for key, grad in run[1].items() if grad is None and key not in frozen]
+
+
 def report(name: str, case: Case, channels_last: bool, x: Tensor | None = None) -> Mapping[str, Any]:
     """How far the kernels are from the separate operations on x, by default the example."""
     x = example(case) if x is None else x
     wanted, found, fused = both(case, x, dtype=case.dtype, channels_last=channels_last)
     model = case.make()
-    frozen = {key for key, value in model.named_parameters() if not value.requires_grad}
-    silent = [key for key, grad in wanted[1].items() if grad is None and key not in frozen]
+    silent = silent_in(wanted, model)
     spikes = wanted[0] - x if getattr(model, "residual", False) else wanted[0]
     rate = float((spikes.abs() > 0.5).double().mean())
     return {
