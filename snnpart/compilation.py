@@ -104,7 +104,6 @@ class Options:
         Plan(
             tp=self.tp, pp=self.pp, dp=self.dp, schedule=self.schedule or "", stages_per_rank=self.stages_per_rank or 0,
             numerics=self.numerics, neuron_dtype=self.neuron_dtype, fuse=self.fuse or False, saved=self.saved,
-            channels_last=self.channels_last is True,
         )  # fmt: skip
 
 

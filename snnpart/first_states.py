@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-_FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
+from snnpart.step_code import FILLED
+
 _ARITHMETIC: dict[Any, Callable[..., float]] = {
     torch.add: operator.add,
     torch.sub: operator.sub,
@@ -40,7 +41,7 @@ def start_number(node: fx.Node, fixed: Collection[Any] = ()) -> float | None:
     if name in ("full", "full_like", "new_full"):
         value: Any = node.args[-1] if len(node.args) > 1 else node.kwargs.get("fill_value")
         return float(value) if isinstance(value, (int, float)) else None
-    return _FILLS.get(name)
+    return FILLED.get(name)
 
 
 def _of_arithmetic(node: fx.Node, fixed: Collection[Any]) -> float | None:
@@ -56,7 +57,7 @@ def _by_zero(node: fx.Node, numbers: list[Any]) -> bool:
 
 
 def own_start(start: fx.Node) -> tuple[fx.Node, ...]:
-    """Copies, right behind the originals, of the nodes that make a first state of numbers, and of the reads of frames
+    """Copies, right before `start`, of the nodes that make a first state of numbers, and of the reads of frames
     whose shape it has; the last one is to be read instead of `start`."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in _makers(start):

@@ -35,8 +35,6 @@ NORMS = (ops.batch_norm, ops.batch_norm_copies, batch_norm_steps, batch_norm_rep
 STEPS_APART = 16
 """Of more steps, each with statistics of its own, a kernel would have more sums than registers."""
 _VIEWS = (torch.reshape, torch.flatten, torch.unflatten)
-
-
 CHUNK = 8
 """Steps that stand in a kernel's text one after the other."""
 _UNROLLED = 16
@@ -165,7 +163,7 @@ def is_turned(scan: fx.Node) -> bool:
 
 def _turns(node: fx.Node) -> bool:
     """Whether a node exchanges the two leading dims."""
-    return node.target in (torch.movedim, torch.transpose) and set(node.args[1:]) == {0, 1} and not node.kwargs
+    return node.target in (torch.movedim, torch.transpose) and node.args[1:] in ((0, 1), (1, 0)) and not node.kwargs
 
 
 def result_nodes(scan: fx.Node) -> list[fx.Node] | None:

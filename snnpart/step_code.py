@@ -29,10 +29,11 @@ _VIEWS = frozenset(
     ]
 )
 _COPIES = frozenset({"clone", "stack", "cat", "select_backward", "lift_fresh_copy"})
-_FILLED = {
+FILLED = {
     **dict.fromkeys(("zero", "zeros", "zeros_like", "new_zeros"), 0.0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0),
 }
+"""Operations that make a tensor of one number, and it; those of `full` are given theirs."""
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne":
     "!=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "logical_and": "&", "logical_or": "|",
@@ -166,7 +167,7 @@ def _write(writer: _Writer, node: fx.Node) -> Any:
 
 
 def _compute(writer: _Writer, node: fx.Node, name: str) -> _Cell:
-    if name in _FILLED or name in ("full_like", "full", "scalar_tensor", "new_full"):
+    if name in FILLED or name in ("full_like", "full", "scalar_tensor", "new_full"):
         return _filled(node, name)
     if name in _INFIX:
         return _infix(writer, node, name)
@@ -207,7 +208,7 @@ def _dtype(item: Any) -> torch.dtype | None:
 
 
 def _filled(node: fx.Node, name: str) -> _Cell:
-    value: Any = _FILLED.get(name, node.args[0] if name == "scalar_tensor" else node.args[-1])
+    value: Any = FILLED.get(name, node.args[0] if name == "scalar_tensor" else node.args[-1])
     boolean = _dtype(node) is torch.bool
     number = f'float("{value}")' if math.isinf(float(value)) or math.isnan(float(value)) else repr(float(value))
     return _Cell(f"tl.full([R, B], {number}, {'tl.int1' if boolean else 'CT'})", boolean)

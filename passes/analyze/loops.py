@@ -42,8 +42,8 @@ def find(graph: SpikeGraph, *, early: bool = False) -> Loop:
     groups = _repeated(graph)
     length, whole = _length(graph, groups)
     times = {info.name: info.time_dim for info in graph.inputs if info.time_dim is not None}
-    steps = _spread(graph, seeds(whole, length), times, length)
     called = seeds(whole, length)
+    steps = _spread(graph, called, times, length)
     known = {node: step for node, step in steps.items() if early or node in called or _read(node, times) is not None}
     for nodes in _reads(graph, steps, known, length) if whole else []:
         later = _spread(graph, seeds([*whole, nodes], length), times, length)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx
 
-from snnpart import effects, facts
+from snnpart import effects, facts, ops
 from snnpart.facts import Value
 from snnpart.graph import BATCH_SIZE, SpikeGraph
 from snnpart.passes.rewrite import spelling
@@ -59,7 +59,7 @@ def respell(node: fx.Node) -> None:
         _respell_method(node)
     elif node.op == "call_function":
         _respell_function(node)
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, ops.index_assign):
         _respell_index(node)
     if node.op == "call_function" and node.target in spelling.SIGNATURES:
         _respell_arguments(node, spelling.SIGNATURES[node.target])
@@ -137,8 +137,9 @@ def _divide_number(node: fx.Node, number: Any, x: Any) -> None:
 
 
 def _respell_index(node: fx.Node) -> None:
-    """`x[:, t, ...]` with a slice for each dim that the dots stand for, so that every number has its dim's place."""
-    source, index = node.args
+    """`x[:, t, ...]`, read or assigned to, with a slice for each dim that the dots stand for, so that every number has
+    its dim's place."""
+    source, index, *given = node.args
     value = facts.get(source, Value) if isinstance(source, fx.Node) else None
     if value is None or not isinstance(index, tuple) or not any(item is Ellipsis for item in index):
         return
@@ -146,7 +147,7 @@ def _respell_index(node: fx.Node) -> None:
     if len(plain) + sum(item is None for item in index) + 1 == len(index):
         at = next(i for i, item in enumerate(index) if item is Ellipsis)
         rest = (slice(None),) * (len(value.shape) - len(plain))
-        node.args = (source, (*index[:at], *rest, *index[at + 1 :]))
+        node.args = (source, (*index[:at], *rest, *index[at + 1 :]), *given)
 
 
 def _become(node: fx.Node, function: Function, args: tuple[Any, ...]) -> None:

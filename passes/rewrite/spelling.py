@@ -5,8 +5,8 @@ The form that canonicalize leaves behind:
 - an operation that `torch` has a function for is that function, whichever way the user wrote it: `x + y`, `x.add(y)`
   and `torch.add(x, y)` are `torch.add`; `x.view(2, 3)` and `x.reshape(2, 3)` are `torch.reshape(x, (2, 3))`.
 - an operation that only `torch.nn.functional` has is that one (`F.linear`, `F.adaptive_avg_pool2d`, `F.interpolate`).
-- indexing is `operator.getitem`. A cast is the method `to`; `expand`, `repeat`, `contiguous`, `type_as` and the other
-  methods without a function stay methods.
+- indexing is `operator.getitem`, with slices in the place of dots. A cast is the method `to`; `expand`, `repeat`,
+  `contiguous`, `type_as` and the other methods without a function stay methods.
 - for the operations of `SIGNATURES` the arguments are positional, in the order given there, with defaults filled in,
   sizes and dims as tuples, and dims counted from the front.
 

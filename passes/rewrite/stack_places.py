@@ -35,7 +35,7 @@ _MADE = (*_LIKE, "zeros", "empty", "ones", "full")
 
 @dataclass(frozen=True)
 class StackPlaces:
-    """Replaces filled tensors, and reads of what fills them."""
+    """Replaces filled tensors, and reads of what fills them. It expects a canonicalized graph."""
 
     name: ClassVar[str] = NAME
     reads: ClassVar[tuple[type, ...]] = (Value,)
@@ -98,10 +98,7 @@ def _begun(base: Any, dim: int, made: Value) -> _Filled | None:
 
 def _place(index: Any, value: Value) -> tuple[int, int] | None:
     """The dim of which an index takes one place, and that place; None where it takes something else."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    if len(dots) == 1:
-        items[dots[0] : dots[0] + 1] = [slice(None)] * (len(value.shape) - len(items) + 1)
+    items = index if isinstance(index, tuple) else (index,)
     numbers = [(dim, item) for dim, item in enumerate(items) if type(item) is int]
     if len(numbers) != 1 or any(item != slice(None) for item in items if type(item) is not int):
         return None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from snnpart import ops, shared_statistics
+from snnpart.runtime.kernels.available import runs_kernels
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.layout import channels_last, whole
 from snnpart.runtime.kernels.sums import over_programs
@@ -126,9 +127,8 @@ def batch_norm(
 
 def takes(x: Tensor, momentum: float | None) -> bool:
     """Whether x lies with its channels last on a GPU, is large, and is normalised by this rank's own statistics."""
-    on_gpu = triton is not None and (x.is_cuda or triton.knobs.runtime.interpret)
-    usual = on_gpu and momentum is not None and not shared_statistics.shared() and x.is_floating_point()
-    return usual and x.dim() > 1 and x.numel() >= max(LEAST, 2 * x.shape[1]) and inner_of(x) == 1
+    usual = momentum is not None and not shared_statistics.shared() and x.is_floating_point()
+    return runs_kernels(x) and usual and x.dim() > 1 and x.numel() >= max(LEAST, 2 * x.shape[1]) and inner_of(x) == 1
 
 
 class _Apply(torch.autograd.Function):

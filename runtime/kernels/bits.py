@@ -11,6 +11,7 @@ from torch import Tensor
 
 from snnpart import bits
 from snnpart.bits import States, width
+from snnpart.runtime.kernels.available import runs_kernels
 
 try:
     import triton
@@ -23,7 +24,7 @@ BLOCK = 256
 
 def pack(x: Tensor, states: States) -> Tensor:
     """The bit planes of x, bytes [b, ceil(n / 8)]."""
-    if not _takes(x) or x.dtype is torch.float64:
+    if not runs_kernels(x) or x.dtype is torch.float64:
         return bits.pack(x, states)
     flat = x.contiguous().view(torch.uint8 if x.dtype is torch.bool else x.dtype).reshape(-1)
     size = -(-flat.numel() // 8)
@@ -32,10 +33,6 @@ def pack(x: Tensor, states: States) -> Tensor:
         low = 0 if x.dtype is torch.bool else states[0]
         _pack[(triton.cdiv(size, BLOCK),)](flat, planes, flat.numel(), size, low, planes.shape[0], BLOCK)
     return planes
-
-
-def _takes(x: Tensor) -> bool:
-    return triton is not None and (x.is_cuda or bool(triton.knobs.runtime.interpret))
 
 
 def unpack(planes: Tensor, elements: int, states: States, dtype: torch.dtype) -> Tensor:
@@ -49,7 +46,7 @@ def unpack_into(planes: Tensor, out: Tensor, states: States) -> None:
     """Put the first numbers of bit planes into `out` [outer, size, inner], whose rows [size, inner] are contiguous. The
     planes may go on behind them: pieces that are smaller than others travel at the size of the largest."""
     elements = out.numel()
-    if not _takes(planes) or out.dtype is torch.float64:
+    if not runs_kernels(planes) or out.dtype is torch.float64:
         out.copy_(bits.unpack(planes, elements, states, out.dtype).view(out.shape))
         return
     size, low = planes.shape[1], 0 if out.dtype is torch.bool else states[0]

@@ -26,6 +26,7 @@ from snnpart.neuron_scan import leaf_name, order_of_scan, step_dims, step_of_reg
 from snnpart.neuron_step import NeuronStep
 from snnpart.ops_fused import FusedNeuron, Parts
 from snnpart.ops_time import leaf_paths
+from snnpart.runtime.kernels.available import runs_kernels
 from snnpart.runtime.kernels.batch_stats import batch_stats
 from snnpart.runtime.kernels.choices import Choices, of_this_machine
 from snnpart.runtime.kernels.fused_norm import Norm
@@ -78,10 +79,9 @@ class Fused:
 
     def _takes(self, args: Sequence[Any]) -> bool:
         """Whether x is on a GPU, and running statistics, which kernels update in place, are whole in memory."""
-        if triton is None or not (args[self._places[self._parts.x]].is_cuda or triton.knobs.runtime.interpret):
-            return False
         running = () if self._parts.norm is None else self._parts.norm.args[3:5]
-        return all(value is None or value.is_contiguous() for value in (self._value(item, args) for item in running))
+        whole_in_memory = all(x is None or x.is_contiguous() for x in (self._value(item, args) for item in running))
+        return runs_kernels(args[self._places[self._parts.x]]) and whole_in_memory
 
     @property
     def _state(self) -> torch.dtype | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from snnpart import ops_layout
+from snnpart.runtime.kernels.available import runs_kernels
 
 try:
     import triton
@@ -69,7 +70,7 @@ def copy_laid(to: Tensor, source: Tensor) -> None:
         to.copy_(source)
     elif reads is writes:
         _copy_runs(to, source, [dim for dim in dims if dim is not reads], reads)
-    elif triton is None or len(dims) > 4 or not (to.is_cuda or triton.knobs.runtime.interpret):
+    elif len(dims) > 4 or not runs_kernels(to):
         to.copy_(source)
     else:
         _turn(to, source, [dim for dim in dims if dim is not reads and dim is not writes], writes, reads)

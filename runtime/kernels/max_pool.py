@@ -17,6 +17,7 @@ from torch import Tensor
 
 from snnpart import ops_pool
 from snnpart.ops_pool import Pair, Window
+from snnpart.runtime.kernels.available import runs_kernels
 from snnpart.runtime.kernels.tiles import Tiles, inner_of
 
 try:
@@ -96,7 +97,7 @@ def max_pool2d(
     x: Tensor, kernel_size: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1), ceil_mode: bool = False
 ) -> Tensor:
     """`ops_pool.max_pool2d`, by kernels where x is on a GPU; the result lies in memory as x does."""
-    if triton is None or not (x.is_cuda or triton.knobs.runtime.interpret) or not x.numel():
+    if not runs_kernels(x) or not x.numel():
         return ops_pool.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
     found: Tensor = _Apply.apply(x, Window(kernel_size, stride, padding, ceil_mode))
     return found

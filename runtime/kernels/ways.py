@@ -42,7 +42,9 @@ class Region:
         self.places = [order.index(node) for node in (found.x, found.residual) if node is not None]
         leaves = {path: module.get_submodule(path) for path in leaf_paths(found.scan)}
         self.leaves, self._steps = list(leaves.values()), target.steps
-        self._order = order_of_scan(found.scan, leaves) if leaves and found.scan.op == "call_module" else Order()
+        self._order = (
+            order_of_scan(found.scan, leaves) if found.scan.op == "call_module" else Order()
+        )  # a loop turns its own
         self._module, self._function = module, _plainly(module, target.region)
 
     def _run(self, *args: Any) -> Tensor:

@@ -5,12 +5,12 @@ element-wise operations); what is equal at every step runs once; neuron layers t
 together from step to step (neuron state, recurrent weights) is one `Loop` node that runs step after step. So the
 graph's size does not depend on T.
 
-    steps    which node runs at which step
+    steps          which node runs at which step
     first_numbers  how a state that begins as a Python number enters the first step
-    columns  which nodes are the same operation at successive steps, and what they carry over
-    weights  what is computed from the network's tensors alone, once
-    parts    what depends on what: the form of each part (`forms`), the parts that stay sequential
-    emit     the new graph (`sequential` the loops, `views` what enters and leaves)
+    columns        which nodes are the same operation at successive steps, and what they carry over
+    weights        what is computed from the network's tensors alone, once
+    parts          what depends on what: the form of each part (`forms`), the parts that stay sequential
+    emit           the new graph (`sequential` the loops, `views` what enters and leaves)
 
 BatchNorm keeps statistics per step and T updates in training mode. Dropouts draw all steps' masks at once: as many
 independent numbers as the loop drew, but others. Sums over steps may be ordered otherwise: the tier is `reassociates`.
@@ -63,8 +63,10 @@ class FoldTime:
         done: list[str] = []
         left: dict[str, str] = {}
         for _ in range(_LOOPS):
-            size = len(graph.graph.nodes)
-            columns, parts = _fold_one(graph)
+            size, folded = len(graph.graph.nodes), _fold_one(graph)
+            if folded is None:
+                break
+            columns, parts = folded
             left = {name: why for name, why in left.items() if name not in {node.name for node in columns.of}}
             left = _left(columns) | left
             if len(graph.graph.nodes) >= size and done:
@@ -74,17 +76,19 @@ class FoldTime:
             graph.notes[PASS] = "\n".join((*done, *left.values()))
 
 
-def _fold_one(graph: SpikeGraph) -> tuple[Columns, list[Part]]:
-    """Fold a loop: with what reads a frame at the frame's step, or, where nothing folds so, at the step before."""
+def _fold_one(graph: SpikeGraph) -> tuple[Columns, list[Part]] | None:
+    """Fold a loop, if there is one: with what reads a frame at the frame's step, or, where nothing but such reads folds
+    so, at the step before."""
+    folded: tuple[Columns, list[Part]] | None = None
     for early in (False, True):
         steps = steps_of.find(graph, early=early)
         if steps is None:
             break
         put_in_place(steps)
-        columns, parts = _fold(graph, _better(graph, steps))
-        if early or not all(column.indices for column in columns.columns):  # more folds than reads of frames
-            return columns, parts
-    return Columns(0, [], {}, {}, {}), []
+        folded = _fold(graph, _better(graph, steps))
+        if any(not column.indices for column in folded[0].columns):
+            break
+    return folded
 
 
 def _better(graph: SpikeGraph, steps: Steps) -> Steps:

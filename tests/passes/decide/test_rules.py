@@ -99,6 +99,7 @@ FOLLOW: dict[str, Callable[..., Tensor]] = {
     "expand": lambda m, y: y.unsqueeze(0).expand(3, -1, 7, -1, -1) * 2,
     "repeat": lambda m, y: y.unsqueeze(0).repeat(3, 1, 1, 1, 1) * 2,
     "index assign": lambda m, y: _written(y),
+    "index assign behind dots": lambda m, y: _written_behind_dots(y),
     "matmul of heads": lambda m, y: y @ y.transpose(2, 3).tanh(),
     "row conv": lambda m, y: m.one(y.flatten(2)),
     "row linear": lambda m, y: m.line(y.mean((2, 3))),
@@ -117,6 +118,12 @@ DECLINE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "coupling surrogate": (lambda m, y: Cross.apply(y), "not seen to treat every element by itself"),
     "product": (lambda m, y: y.mean(3) @ y.mean(3).transpose(1, 2), "batch dims"),
 }
+
+
+def _written_behind_dots(y: Tensor) -> Tensor:
+    z = y * 2
+    z[..., 0] = y[..., 1]
+    return z
 
 
 def _written(y: Tensor) -> Tensor:

@@ -21,6 +21,13 @@ from tests.zoo import SMALL, ZOO
 
 X = torch.linspace(-2.0, 2.0, 96, dtype=torch.float64).reshape(2, 3, 4, 4)
 
+
+def assigned(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[..., 0] = x.sum(-1)
+    return out
+
+
 SPELLINGS: dict[str, tuple[Callable[[Tensor], Any], Any, tuple[Any, ...]]] = {
     "x + y": (lambda x: x + x * 2, torch.add, ()),
     "x.add(y)": (lambda x: x.add(2.0), torch.add, (2.0,)),
@@ -64,6 +71,7 @@ SPELLINGS: dict[str, tuple[Callable[[Tensor], Any], Any, tuple[Any, ...]]] = {
         operator.getitem,
         ((0, slice(None), slice(None), None, 1),),
     ),
+    "out[..., 0] =": (assigned, ops.index_assign, ((slice(None), slice(None), slice(None), 0),)),
     "dropout": (lambda x: F.dropout(x, 0.25, True), torch.dropout, (0.25, True)),
     "chunk": (lambda x: x.chunk(3, -3)[1], torch.chunk, (3, 1)),
 }
